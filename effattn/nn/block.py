@@ -25,6 +25,7 @@ from effattn.nn.feed_forward import FeedForward
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.module import Module
 from effattn.nn.rotary import RotaryEmbedding
+from effattn.parallel.mixers import divided
 
 # The statistics of each mixture of experts, from the first layer to the last.
 Routing = tuple[RoutingStats, ...]
@@ -133,7 +134,9 @@ class Block(Layer):
         padding = {"lengths": lengths, "segment_ids": segment_ids}
 
         def mix(h):
-            return self.mixer(h, **padding, rngs=mixer_key), None
+            if mixer_key is not None:  # dropout is not divided
+                return self.mixer(h, **padding, rngs=mixer_key), None
+            return divided(self.mixer, h)(h, **padding), None
 
         others = self._others(lambda experts, h: experts.with_routing(h, **padding))
         x, _, routing = self._sublayers(x, mix, others, keys)

@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 from effattn import nn, parallel
 from effattn.arrays import mesh_axes
 from effattn.nn import placement
+from effattn.parallel import mixers
 from tests.laws.sharding import collectives
 
 CONFIG = {"vocab_size": 64, "features": 32, "num_heads": 8, "hidden_features": 64}
 ROWS, TOKENS = 8, 16
+OF_FORMS = {"hyena": {"max_length": 16}, "linformer": {"max_length": 16, "num_projected": 4}}
 
 
 def build(mixer="softmax", layers=1, **options):
@@ -129,11 +131,64 @@ def test_collectives_of_an_axis(sizes, gradient, once, of_layer):
 @pytest.mark.devices
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("mixer", "gradient", "of_layer"),
+    [
+        # Queries, keys, values and outputs (Ulysses).
+        ("softmax", False, {"all-to-all": 4}),
+        ("softmax", True, {"all-to-all": 8}),
+        # The states, side by side with their transitions; their gradients return.
+        ("linear", False, {"all-gather": 1}),
+        ("linear", True, {"all-gather": 1, "reduce-scatter": 1}),
+    ],
+)
+def test_collectives_of_divided_tokens(mixer, gradient, of_layer):
+    for layers in (1, 3):
+        expected = {name: layers * count for name, count in of_layer.items()}
+        found = compiled(mixer, layers, gradient, sequence=8)
+        assert found.pop("all-reduce", 0) == gradient  # the gradients of all parameters
+        assert found == expected
+
+
+@pytest.mark.devices
+def test_mixers_run_in_their_form():
+    forms = {
+        "gated_linear": parallel.pass_states,
+        "hyena": parallel.exchange_channels,
+        "linformer": parallel.share_keys,
+        "softmax": parallel.exchange_heads,
+        "gru": None,
+    }
+    for name, form in forms.items():
+        options = OF_FORMS.get(name, {})
+        is_causal = name != "linformer"
+        model = nnx.eval_shape(
+            lambda name=name, options=options, is_causal=is_causal: build(
+                {"name": name, **options}, is_causal=is_causal
+            )
+        )
+        assert mixers.form_of(model.blocks[0].mixer) is form, name
+
+
+@pytest.mark.devices
+def test_tokens_that_devices_cannot_divide_are_left_to_the_compiler():
+    mixer = nnx.eval_shape(build).blocks[0].mixer
+    x = jnp.ones((2, 10, 32))
+    assert mixers.divided(mixer, x) is mixer
+    with jax.set_mesh(parallel.make_mesh(sequence=4, data=2)):
+        assert mixers.divided(mixer, x) is mixer
+        assert mixers.divided(mixer, jnp.ones((2, 12, 32))) is not mixer
+    with jax.set_mesh(parallel.make_mesh(data=8)):
+        assert mixers.divided(mixer, jnp.ones((2, 12, 32))) is mixer
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "sizes",
     [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2, "tensor": 2}, {"tensor": 8}],
     ids=str,
 )
-@pytest.mark.parametrize("mixer", ["softmax", "gated_delta_net", "mamba", "s4d"])
+@pytest.mark.parametrize("mixer", ["softmax", "gated_delta_net", "mamba", "s4d", "gru"])
 def test_a_model_on_a_mesh_equals_that_on_one_device(sizes, mixer):
     graph, state = nnx.split(build(mixer, 2))
     tokens = np.random.default_rng(0).integers(0, 64, (ROWS, TOKENS))
