@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effattn import parallel
+from effattn.cores.experts import Kernels, route
 from effattn.nn import Experts, MixtureOfExperts, TransformerConfig, TransformerLM, expert_specs
 from effattn.testing.functions import assert_close
 from effattn.testing.subjects import filled_at_random as filled
@@ -183,3 +184,17 @@ def test_experts_that_the_devices_do_not_divide_are_one_sentence():
     message = "num_experts must be a multiple of the 8 devices of the mesh axis 'expert', got 12"
     with pytest.raises(ValueError, match=message):
         expert_specs(module, mesh)
+
+
+def test_kernels_of_other_experts_are_refused():
+    module = layer()
+    kernels = Kernels(None, module.up_kernels[...], module.down_kernels[...])
+
+    def call(x):
+        routing = route(jnp.zeros((*x.shape[:2], EXPERTS)), 2)
+        return parallel.exchange_tokens(x, routing, kernels, jax.nn.silu, axis_name="expert")[0]
+
+    mesh = parallel.make_mesh(data=4, expert=2)
+    run = jax.shard_map(call, mesh=mesh, in_specs=OF_ROWS, out_specs=OF_ROWS)
+    with pytest.raises(ValueError, match="those of 16 experts / 2 devices .* kernels of 16 exp"):
+        jax.eval_shape(run, X)
