@@ -191,8 +191,8 @@ def taken(name: str, form: str) -> Parts | None:
     return parts
 
 
-def tokens_before(x: jax.Array, count: int) -> jax.Array:
-    """The `count` tokens before those of x `(B, T, ...)`: `(B, count, ...)`.
+def with_tokens_before(x: jax.Array, count: int) -> jax.Array:
+    """x `(B, T, ...)` after the `count` tokens before it: `(B, count + T, ...)`.
 
     These are the last tokens of the device before this one; zeros on the first device and outside
     of `along`.
@@ -202,7 +202,7 @@ def tokens_before(x: jax.Array, count: int) -> jax.Array:
     """
     parts, tokens = current(), x.shape[1]
     if parts is None or not count:
-        return jnp.zeros_like(x, shape=(x.shape[0], count, *x.shape[2:]))
+        return jnp.pad(x, ((0, 0), (count, 0), *[(0, 0)] * (x.ndim - 2)))
     if tokens < count:
         raise ValueError(
             f"each device must have at least the {count} tokens that a token reads before it, got "
@@ -210,7 +210,8 @@ def tokens_before(x: jax.Array, count: int) -> jax.Array:
         )
     parts.calls += 1
     pairs = [(n, n + 1) for n in range(parts.devices - 1)]
-    return lax.ppermute(x[:, tokens - count :], parts.axis_name, pairs)
+    before = lax.ppermute(x[:, tokens - count :], parts.axis_name, pairs)
+    return jnp.concatenate([before, x], 1)
 
 
 def with_neighbours(x: jax.Array, count: int, axis: int) -> jax.Array:
@@ -255,7 +256,7 @@ def positions(count: int, segment_ids: jax.Array | None = None) -> jax.Array:
     if parts is None:
         return positions_from_segment_ids(segment_ids)
     place = jnp.arange(count, dtype=jnp.int32) + parts.index.astype(jnp.int32) * count
-    before = jnp.concatenate([tokens_before(segment_ids, 1), segment_ids], 1)[:, :-1]
+    before = with_tokens_before(segment_ids, 1)[:, :-1]
     starts = jnp.where(segment_ids != before, place, 0)
     starts = lax.cummax(starts, axis=1)
     every = lax.all_gather(starts[:, -1], parts.axis_name)  # (P, B)

@@ -61,7 +61,7 @@ def check(
             )
         ids = pair[0]
         valid = (ids != 0) if valid is None else (ids != 0) & valid
-        before = jnp.concatenate([sequence_parts.tokens_before(ids, 1), ids], 1)[:, :-1]
+        before = sequence_parts.with_tokens_before(ids, 1)[:, :-1]
         # Padding starts no document: the last state is that of the last document.
         starts = (ids != before) & valid
     return *(cleared(x, valid) for x in arrays.values()), valid, starts

@@ -51,13 +51,17 @@ class DilatedConvolution(RecurrentMixer):
     def _mix(self, x, state, lengths, segment_ids):
         batch, time = x.shape[:2]
         dtype = self._computed_in(x)
+        # On one device the taps that reach before the first token are left out.
         missing = 0 if sequence_parts.current() is None else self._reach
-        before = sequence_parts.tokens_before(x, missing) if state is None else state
-        read = jnp.concatenate([before.astype(x.dtype), x], 1)
+        if state is None:
+            read = sequence_parts.with_tokens_before(x, missing)
+        else:
+            missing = state.shape[1]
+            read = jnp.concatenate([state.astype(x.dtype), x], 1)
         y = jnp.zeros((), dtypes.wide(dtype))
         ids = None if segment_ids is None else jnp.asarray(segment_ids)
         if ids is not None:
-            ids_read = jnp.concatenate([sequence_parts.tokens_before(ids, missing), ids], 1)
+            ids_read = sequence_parts.with_tokens_before(ids, missing)
         for j, kernel in enumerate(self.kernel[...].astype(dtype)):
             tokens = _before(read, j * self.dilation, time).astype(dtype)
             if ids is not None:
@@ -65,8 +69,9 @@ class DilatedConvolution(RecurrentMixer):
                 tokens = jnp.where(same[..., None], tokens, 0)
             y = y + jnp.matmul(tokens, kernel, preferred_element_type=y.dtype)
         value, gate = jnp.split((y + lead(self.bias[...], 3).astype(y.dtype)).astype(dtype), 2, -1)
-        last = last_tokens(read, before.shape[1], lengths)
-        return self.out(value * jax.nn.sigmoid(gate)), last.astype(before.dtype)
+        last = last_tokens(read, missing, lengths)
+        last = last if state is None else last.astype(state.dtype)
+        return self.out(value * jax.nn.sigmoid(gate)), last
 
     @property
     def _reach(self) -> int:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.cores import sequence_parts
-from effattn.cores.sequence_parts import tokens_before
+from effattn.cores.sequence_parts import with_tokens_before
 from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.nn.module import Module
@@ -83,7 +83,9 @@ class ShortConvolution(Module):
         pair = checks.segment_ids(segment_ids, (batch,), time, time)
         ids = None if pair is None else pair[0]
         valid = self._valid(lengths, batch, time, ids)
-        return self._convolve(self._with_before(zero_padding(x, valid)), valid, ids)
+        return self._convolve(
+            with_tokens_before(zero_padding(x, valid), self.width - 1), valid, ids
+        )
 
     def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
         """Returns the empty decode state of `batch` rows, zeros `(B, width - 1, D)`.
@@ -122,10 +124,6 @@ class ShortConvolution(Module):
         lengths = None if lengths is None else row_lengths(lengths, batch, time)
         return valid_tokens(time, lengths, ids)
 
-    def _with_before(self, x: jax.Array) -> jax.Array:
-        """x after the `width - 1` tokens before it: zeros, or those of the device before."""
-        return jnp.concatenate([tokens_before(x, self.width - 1), x], 1)
-
     def _convolve(
         self, read: jax.Array, valid: jax.Array | None, ids: jax.Array | None
     ) -> jax.Array:
@@ -136,7 +134,7 @@ class ShortConvolution(Module):
         # Round parameters to the computation dtype, as other layers do.
         taps, read = taps.astype(dtype).astype(wide), read.astype(dtype).astype(wide)
         time = read.shape[1] - self.width + 1
-        ids_read = None if ids is None else self._with_before(ids)
+        ids_read = None if ids is None else with_tokens_before(ids, self.width - 1)
         y = jnp.zeros((), wide) if bias is None else bias.astype(dtype).astype(wide)[None, None]
         for token, tap in enumerate(taps):
             x = read[:, token : token + time]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays import checks
-from effattn.cores.sequence_parts import tokens_before
+from effattn.cores.sequence_parts import with_tokens_before
 from effattn.nn.tokens import last_tokens
 
 
@@ -35,11 +35,13 @@ def token_shift(
       `(shifted (B, T, D), last (B, D))`: `last` is the last valid token, the argument `before` of
       the next call.
     """
-    before = tokens_before(x, 1)[:, 0] if before is None else before
-    read = jnp.concatenate([before[:, None].astype(x.dtype), x], 1)
+    if before is None:
+        read, dtype = with_tokens_before(x, 1), x.dtype
+    else:
+        read, dtype = jnp.concatenate([before[:, None].astype(x.dtype), x], 1), before.dtype
     shifted = read[:, :-1]
     if segment_ids is not None:
         ids = jnp.asarray(segment_ids)
-        same = ids == jnp.concatenate([tokens_before(ids, 1), ids], 1)[:, :-1]
+        same = ids == with_tokens_before(ids, 1)[:, :-1]
         shifted = jnp.where(same[..., None], shifted, 0)
-    return shifted, last_tokens(read, 1, lengths)[:, 0].astype(before.dtype)
+    return shifted, last_tokens(read, 1, lengths)[:, 0].astype(dtype)

@@ -13,10 +13,10 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
     device n has the n-th part; lengths count all tokens. Each device sends one state and one
     transition to every other device, whatever the length, in at least float32. It runs the
     recurrence twice: once for the state that its own tokens add, and once from the state before
-    them. A transition is one number for each head, or one for each feature; in the delta form it is
-    a matrix F x F for each head, as large as a state, and the recurrence runs once more for it. A
-    recurrence whose state is not a linear function of the state before, such as an LSTM, has no
-    such form.
+    them. A transition is one number for each head, one for each feature of a key, or, for Mamba and
+    S4D, one for each entry of the state; in the delta form it is a matrix F x F for each head, and
+    the recurrence runs once more for it. A recurrence whose state is not a linear function of the
+    state before, such as an LSTM, has no such form.
 
     The returned state is equal on all devices, but its type varies over the mesh axis: return
     `state[None]` with that axis in `out_specs`, one copy a device. In a loss that devices sum, only
