@@ -96,7 +96,12 @@ def compiled(function, arrays, cotangent, mesh, of_keys):
     return program(function, "triton").lower(there, result).compile(), (there, result)
 
 
-@pytest.mark.parametrize("name", CALLS)
+def quick(names, *some):
+    """The names; tests of all but `some` are slow, as Pallas interprets the kernels."""
+    return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", quick(CALLS, "causal", "score_mod", "linear", "delta"))
 def test_each_device_runs_the_kernels_for_its_rows_and_heads(name):
     function, more = CALLS[name]
     arrays, cotangent = arrays_of(HEADS, more)
@@ -108,7 +113,7 @@ def test_each_device_runs_the_kernels_for_its_rows_and_heads(name):
     assert_close(run(*there), expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["causal", "layout", "linear", "retention"])
+@pytest.mark.parametrize("name", quick(["causal", "layout", "linear", "retention"], "causal"))
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_heads_on_several_devices_share_a_key_head(name, key_heads):
     function, more = CALLS[name]
@@ -122,7 +127,7 @@ def test_heads_on_several_devices_share_a_key_head(name, key_heads):
     assert_close(run(*there), expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["documents", "linear"])
+@pytest.mark.parametrize("name", quick(["documents", "linear"], "linear"))
 def test_explicit_axes(name):
     function, more = CALLS[name]
     arrays, cotangent = arrays_of(HEADS, more)
