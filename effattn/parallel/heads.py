@@ -39,14 +39,13 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
       function: attention `(query, key, value, **options) -> output` over heads, such as those of
         effattn, or `functools.partial` of one; or a mixer of one from `effattn.nn`, such as
         `nn.SelfAttention`, whose short convolutions get the last tokens of the device before. LSH
-        attention `(query_key, value)` and Synthesizers
-        are such functions too; a device has its part of the rows of a table `(S, N, A)`. Options
-        that are arrays are those that all heads share (`segment_ids`, `positions`, `global_mask`,
-        lengths, `query_offset`, `scale`), `sink`, `logit_bias`, and the arrays by token or by head
-        that the naive form of the function names. A `score_mod` gets the index of a head among all
-        heads. Refused are other arrays (such as `bias`, `mask`, `initial_state` and `rng`),
-        dropout, a `dilation` that differs by head, and second results (`return_residual`,
-        `return_state`).
+        attention `(query_key, value)` and Synthesizers are such functions too; a device has its
+        part of the rows of a table `(S, N, A)`. Options that are arrays are those that all heads
+        share (`segment_ids`, `positions`, `global_mask`, lengths, `query_offset`, `scale`), `sink`,
+        `logit_bias`, and the arrays by token or by head that the naive form of the function names.
+        A `score_mod` gets the index of a head among all heads. Refused are other arrays (such as
+        `bias`, `mask`, `initial_state` and `rng`), dropout, a `dilation` that differs by head, and
+        second results (`return_residual`, `return_state`).
       axis_name: the mesh axis that divides the tokens.
 
     Returns:

@@ -106,17 +106,21 @@ class _Call(NamedTuple):
             # the second one is later. In a later device's, both lie between those of this device.
             early = _Part(everything, (0, half), False)
             return early, _Part((half, tokens), everything, False)
-        return None, _Part(everything, everything, self.causal)
+        # Without a window, all keys of an earlier device's block are earlier.
+        return None, _Part(everything, everything, self.causal and self.window is not None)
 
     def place(self, way, hops, tokens):
-        """Position of the first query among the keys after these hops; which of the parts."""
+        """Position of the first query among the keys after these hops; which of the parts.
+
+        Without a window, positions do not matter: 0, so that more kernels take the call.
+        """
         me = lax.axis_index(self.axis_name)
         source = me - way * hops
         if self.zigzag:
             return 0, (source % self.devices > me).astype(int)
         seen = (source >= 0) & (source < self.devices)
-        if self.window is None and not self.causal:
-            seen = jnp.ones_like(seen)
+        if self.window is None:
+            return 0, (seen | (not self.causal)).astype(int)
         return (me - source % self.devices) * tokens, seen.astype(int)
 
 

@@ -135,6 +135,22 @@ def test_documents_cross_devices(name):
     check(name, parallel.pass_states, STATES[name], segment_ids=IDS)
 
 
+@pytest.mark.parametrize(
+    "build",
+    [
+        functools.partial(nn.ShortConvolution, width=3),
+        pytest.param(nn.RWKV4ChannelMix, marks=pytest.mark.slow),
+    ],
+    ids=["short convolution", "channel mixing"],
+)
+def test_layers_that_read_the_last_tokens(build):
+    module = filled_at_random(lambda: build(FEATURES, rngs=nnx.Rngs(0)))
+    given = {"segment_ids": IDS, "lengths": LENGTHS}
+    found, right = (program(module, form, **given) for form in (parallel.pass_states, None))
+    assert_close(found[0], right[0], 1e-5)
+    assert_close(found[1], right[1], 1e-4)
+
+
 @pytest.mark.parametrize("name", quick(STATES))
 def test_lengths_count_all_tokens(name):
     check(name, parallel.pass_states, STATES[name], lengths=LENGTHS)

@@ -119,9 +119,7 @@ def test_zigzag_order_balances_the_pairs():
 def test_the_backward_pass_does_not_repeat_the_forward_pass():
     """Backward, a part takes five products of each pair; forward, two."""
     both, _ = sharded(4, implementation="xla")
-    call = functools.partial(
-        parallel.ring_attention, axis_name="sequence", implementation="xla", is_causal=False
-    )
+    call = functools.partial(parallel.ring_attention, axis_name="sequence", implementation="xla")
     mesh = parallel.make_mesh(data=2, sequence=4)
     forward = jax.shard_map(call, mesh=mesh, in_specs=(OF_TOKENS,) * 3, out_specs=OF_TOKENS)
     shape = jax.ShapeDtypeStruct((2, 96, 4, 16), jnp.float32)
@@ -129,9 +127,7 @@ def test_the_backward_pass_does_not_repeat_the_forward_pass():
     def products(function, arrays):
         return str(jax.make_jaxpr(function)(*[shape] * arrays)).count("dot_general")
 
-    # The device's own part, and the part that passes.
-    assert products(forward, 3) == 2 * 2
-    assert products(both, 4) == 2 * (2 + 5)
+    assert products(both, 4) == products(forward, 3) * (2 + 5) / 2 > 0
 
 
 def test_16_bits():
