@@ -28,7 +28,7 @@ from effattn.analysis.cost import ELEMENTWISE, REDUCTIONS, split_scan
 # Moves of data that a fusion computes where it reads them.
 _MOVES = frozenset(
     "broadcast_in_dim convert_element_type slice dynamic_slice pad concatenate iota rev split "
-    "square is_finite round ceil sign nextafter erf erf_inv cbrt tan real imag".split()
+    "square is_finite round ceil sign nextafter erf erfc erf_inv cbrt tan real imag".split()
 )
 # Other names of a buffer. Transposes change the layout that the compiler chooses for it.
 _ALIASES = frozenset(
@@ -37,7 +37,7 @@ _ALIASES = frozenset(
 )
 # Functions that fusions do not compute again.
 _COSTLY = frozenset(
-    "exp exp2 expm1 log log1p logistic tanh sqrt rsqrt cbrt pow sin cos tan erf div rem".split()
+    "exp exp2 expm1 log log1p logistic tanh sqrt rsqrt cbrt pow sin cos tan erf erfc div rem".split()
 )
 _INLINED = "jaxpr", "call_jaxpr", "fun_jaxpr"
 _BARRIER, _ALLOCATE, _TRANSPOSE = "barrier", "allocate", "transposed copy"
