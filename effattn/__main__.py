@@ -1,9 +1,10 @@
-"""Command line: lists mechanisms, shows one, advises which to use, and checks kernels.
+"""Command line: lists mechanisms, shows one, advises which to use, checks kernels, plans meshes.
 
 python -m effattn list --causal --decode
 python -m effattn show bigbird
 python -m effattn advise --length 16384 --causal --decode
 python -m effattn check --json kernels.json
+python -m effattn plan --model 7B --context 8192 --batch 64 --devices 64 --hardware h100
 """
 
 import argparse
@@ -74,6 +75,40 @@ def _check(given: argparse.Namespace) -> str:
     return str(found)
 
 
+def _plan(given: argparse.Namespace) -> str:
+    from effattn.analysis import planning  # imports Flax, as advise does
+
+    if given.model not in planning.MODELS:
+        known = ", ".join(planning.MODELS)
+        raise ValueError(f"--model must be one of {known}, got {given.model!r}")
+    options = {"batch": given.batch, "precision": given.precision, "remat": not given.no_remat}
+    sizes = planning.MODELS[given.model], given.mechanism, given.context
+    if given.mesh is None:
+        if given.devices is None or given.decode or given.microbatches != 1:
+            raise ValueError("give --mesh, or --devices without --decode and --microbatches")
+        return str(planning.best_mesh(*sizes, given.devices, given.hardware, **options))
+    if given.devices is not None:
+        raise ValueError("--mesh has its number of devices; leave --devices out")
+    return str(
+        planning.plan(
+            *sizes,
+            _sizes(given.mesh),
+            given.hardware,
+            microbatches=given.microbatches,
+            training=not given.decode,
+            **options,
+        )
+    )
+
+
+def _sizes(mesh: str) -> dict[str, int]:
+    """Sizes of a mesh, such as "fsdp=8,tensor=4"."""
+    pairs = [part.partition("=") for part in mesh.split(",")]
+    if not all(size.isdecimal() for _, _, size in pairs):
+        raise ValueError(f"--mesh must be axes and sizes, such as fsdp=8,tensor=4, got {mesh!r}")
+    return {axis.strip(): int(size) for axis, _, size in pairs}
+
+
 def _arrays(path: str) -> tuple:
     import numpy as np
 
@@ -90,11 +125,11 @@ def _arrays(path: str) -> tuple:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m effattn",
-        description="Lists the mechanisms of effattn, shows one, advises which to use, and checks "
-        "the kernels of this device.",
+        description="Lists the mechanisms of effattn, shows one, advises which to use, checks the "
+        "kernels of this device, and plans models on many devices.",
     )
     parser.set_defaults(status=0)
-    commands = parser.add_subparsers(required=True, metavar="list | show | advise | check")
+    commands = parser.add_subparsers(required=True, metavar="list | show | advise | check | plan")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--decode", action="store_true", help="only mechanisms that decode")
     shared.add_argument(
@@ -142,6 +177,21 @@ def _parser() -> argparse.ArgumentParser:
     kernels = "kernels to check (default: all of this device)"
     checking.add_argument("--implementations", nargs="+", metavar="NAME", help=kernels)
     checking.set_defaults(run=_check)
+
+    predicts = "predict memory and time of training on many devices, on a mesh or on the best ones"
+    planning = commands.add_parser("plan", help=predicts)
+    planning.add_argument("--model", required=True, help="size, such as 1.3B, 7B, 70B or 175B")
+    planning.add_argument("--mechanism", default="softmax", help="mechanism (default softmax)")
+    planning.add_argument("--context", type=int, required=True, help="tokens of a sequence")
+    planning.add_argument("--batch", type=int, default=1, help="sequences of a step (default 1)")
+    planning.add_argument("--hardware", default="h100", help="accelerator (default h100)")
+    planning.add_argument("--mesh", metavar="SIZES", help="mesh, such as fsdp=8,tensor=4")
+    planning.add_argument("--devices", type=int, help="number of devices, to search for meshes")
+    planning.add_argument("--microbatches", type=int, default=1, help="of a device (default 1)")
+    planning.add_argument("--precision", default="mixed", help="mixed (default) or float32")
+    planning.add_argument("--no-remat", action="store_true", help="store all activations")
+    planning.add_argument("--decode", action="store_true", help="decode a token, do not train")
+    planning.set_defaults(run=_plan)
     return parser
 
 

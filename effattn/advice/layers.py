@@ -16,9 +16,6 @@ from effattn.analysis import cost
 from effattn.nn import RotaryEmbedding
 from effattn.registry import Mechanism
 
-# Counting takes longer for longer sequences; above this length, counts are extrapolated. It is a
-# power of 4, because strides and segments are often the square root of the length.
-COUNTED = 16384
 # Global tokens of mechanisms that have them: the first tokens of the sequence.
 GLOBAL = 16
 _ROUNDS = 5
@@ -69,19 +66,12 @@ class Layer:
         return self.entry.build(self.features, self.heads, rngs=nnx.Rngs(0), **options)
 
     def operations(self, length: int) -> int:
-        """Operations of a forward and a backward pass.
+        """Operations of a forward and a backward pass, extrapolated for long sequences."""
 
-        Above `COUNTED` tokens, the result is a N^p + b N through two counts, with the exponent p
-        of the registry, or a + b N for p = 1.
-        """
-        if length <= COUNTED:
-            return cost.operations(self._traced(length).jaxpr)
-        short, long = (self.operations(n) for n in (COUNTED // 4, COUNTED))
-        power = self.entry.time_exponent if self.entry.time_exponent > 1 else 0.0
-        # With u = N / COUNTED, counts are a u^p + b u.
-        a = (long - 4 * short) / (1 - 4 * 0.25**power)
-        ratio = length / COUNTED
-        return round(a * ratio**power + (long - a) * ratio)
+        def counted(n):
+            return cost.operations(self._traced(n).jaxpr)
+
+        return round(cost.extrapolated(counted, length, self.entry.time_exponent))
 
     def state_bytes(self, length: int) -> int:
         """Bytes of the decode state of one sequence."""

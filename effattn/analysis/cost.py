@@ -9,20 +9,24 @@ layout skip cost nothing, as when the program runs.
 import collections
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
 
+# Above this length, counts are extrapolated. It is a power of 4, because strides and segments are
+# often the square root of the length.
+COUNTED = 16384
+
 # Primitives that do arithmetic on every entry of the output; moving data is not counted.
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "add sub mul div max min neg exp exp2 expm1 log log1p tanh logistic sqrt rsqrt pow integer_pow "
     "abs sign floor cos sin select_n eq ne lt le gt ge and or not xor clamp add_any rem "
     "shift_left shift_right_logical cumsum cummax cumlogsumexp".split()
 )
-_REDUCTIONS = frozenset(
+REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min argmax argmin reduce_and reduce_or".split()
 )
 
@@ -92,6 +96,27 @@ def equations(closed: Any) -> int:
     return sum(1 for _ in _equations(closed.jaxpr))
 
 
+def extrapolated(count: Callable[[int], float], length: int, power: float) -> float:
+    """Returns a count at a length, extrapolated above `COUNTED`, where counting takes too long.
+
+    Above, the result is a N^p + b N through the counts of two shorter lengths, or a + b N for a
+    power p of at most 1.
+
+    Args:
+      count: function of the length.
+      length: N.
+      power: p, such as `time_exponent` of a mechanism in the registry.
+    """
+    if length <= COUNTED:
+        return count(length)
+    short, long = (count(n) for n in (COUNTED // 4, COUNTED))
+    power = power if power > 1 else 0.0
+    # With u = N / COUNTED, counts are a u^p + b u.
+    a = (long - 4 * short) / (1 - 4 * 0.25**power)
+    ratio = length / COUNTED
+    return a * ratio**power + (long - a) * ratio
+
+
 def exponent(lengths: Sequence[float], costs: Sequence[float]) -> float:
     """Returns the power of the length with which the costs grow, by least squares."""
     return float(np.polyfit(np.log(lengths), np.log(costs), 1)[0])
@@ -100,11 +125,12 @@ def exponent(lengths: Sequence[float], costs: Sequence[float]) -> float:
 def _equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in _inner(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from _equations(inner)
 
 
-def _inner(eqn):
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """Yields the jaxprs that an equation runs."""
     # A scatter applies its jaxpr to single entries, which `_work` counts.
     params = [value for name, value in eqn.params.items() if name != "update_jaxpr"]
     for value in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, _JAXPRS)):
@@ -236,7 +262,7 @@ def _of_while(eqn, outputs):
 @functools.cache
 def _of_scan(eqn, outputs):
     """Flags for the needed constants and for the needed carry."""
-    num_consts, num_carry = _split_scan(eqn)
+    num_consts, num_carry = split_scan(eqn)
     body = eqn.params["jaxpr"]
     carry = outputs[:num_carry]
     while True:
@@ -328,9 +354,9 @@ def _work(eqn) -> int:
         left, right = (each.aval.shape for each in eqn.invars[:2])
         others = {*range(len(right))} - {*contracted, *batch, *numbers.rhs_group_dimensions}
         return 2 * math.prod(left) * math.prod(right[axis] for axis in others)
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return math.prod(eqn.outvars[0].aval.shape)
-    if name in _REDUCTIONS:
+    if name in REDUCTIONS:
         return math.prod(eqn.invars[0].aval.shape)
     if name == "scatter-add":
         return math.prod(eqn.invars[2].aval.shape)
@@ -362,7 +388,7 @@ def _while(eqn, inputs, counter, outputs):
 def _scan(eqn, inputs, counter, outputs):
     """Runs every step if loops depend on the carry; else runs one step and multiplies."""
     body, length = eqn.params["jaxpr"], eqn.params["length"]
-    num_consts, num_carry = _split_scan(eqn)
+    num_consts, num_carry = split_scan(eqn)
     fixed, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
     stacked = [_UNKNOWN] * (len(inputs) - num_consts - num_carry)
     _, carried = _of_scan(eqn, outputs)
@@ -379,7 +405,7 @@ def _scan(eqn, inputs, counter, outputs):
     return [*carry, *[_UNKNOWN] * (len(eqn.outvars) - num_carry)]
 
 
-def _split_scan(eqn):
+def split_scan(eqn: Any) -> tuple[int, int]:
     """Number of constant inputs of a scan, and number of carried inputs."""
     jaxpr = eqn.params["jaxpr"].jaxpr
     # Outside of the loop, an array that is stacked over the steps has one more axis.

@@ -11,8 +11,9 @@ from flax import nnx
 
 import effattn
 from effattn import registry
-from effattn.advice import facts, layers, quality
+from effattn.advice import facts, quality
 from effattn.advice.layers import Layer
+from effattn.analysis import cost
 from effattn.nn import TransformerConfig, TransformerLM
 
 NAMES = ("softmax", "sliding_window", "linear", "s4d", "sparse_transformer")
@@ -154,7 +155,7 @@ def test_another_schema_of_quality_is_refused(content, tmp_path):
 def test_counts_of_long_sequences_are_extrapolated(name, monkeypatch):
     layer = Layer(registry.get(name), {}, 1, 16, True)
     estimate = layer.operations(65536)
-    monkeypatch.setattr(layers, "COUNTED", 65536)
+    monkeypatch.setattr(cost, "COUNTED", 65536)
     assert layer.operations(65536) == pytest.approx(estimate, rel=0.02)
 
 

@@ -12,6 +12,7 @@ import effattn
 from effattn import dispatch
 from effattn.testing.functions import assert_close
 from tests.laws.sharding import collectives
+from tests.marks import slow_but_for
 
 pytestmark = pytest.mark.devices
 
@@ -96,12 +97,11 @@ def compiled(function, arrays, cotangent, mesh, of_keys):
     return program(function, "triton").lower(there, result).compile(), (there, result)
 
 
-def quick(names, *some):
-    """The names; tests of all but `some` are slow, as Pallas interprets the kernels."""
-    return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in names]
+# Pallas interprets the kernels.
+QUICK = "causal", "score_mod", "linear", "delta"
 
 
-@pytest.mark.parametrize("name", quick(CALLS, "causal", "score_mod", "linear", "delta"))
+@pytest.mark.parametrize("name", slow_but_for(QUICK, CALLS))
 def test_each_device_runs_the_kernels_for_its_rows_and_heads(name):
     function, more = CALLS[name]
     arrays, cotangent = arrays_of(HEADS, more)
@@ -113,7 +113,9 @@ def test_each_device_runs_the_kernels_for_its_rows_and_heads(name):
     assert_close(run(*there), expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", quick(["causal", "layout", "linear", "retention"], "causal"))
+@pytest.mark.parametrize(
+    "name", slow_but_for(["causal"], ["causal", "layout", "linear", "retention"])
+)
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_heads_on_several_devices_share_a_key_head(name, key_heads):
     function, more = CALLS[name]
@@ -127,7 +129,7 @@ def test_heads_on_several_devices_share_a_key_head(name, key_heads):
     assert_close(run(*there), expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", quick(["documents", "linear"], "linear"))
+@pytest.mark.parametrize("name", slow_but_for(["linear"], ["documents", "linear"]))
 def test_explicit_axes(name):
     function, more = CALLS[name]
     arrays, cotangent = arrays_of(HEADS, more)

@@ -1,0 +1,227 @@
+"""Operations, parameters, states and memory of a model, counted from jaxprs of abstract arrays."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import registry
+from effattn.analysis import cost, liveness
+from effattn.nn import TransformerConfig, TransformerLM
+from effattn.nn.block import Block
+
+# Tokens from which operations that are linear in the number of tokens are counted.
+_FEW = 128
+
+
+class Pass(NamedTuple):
+    """Operations of a forward pass, and of a backward pass without recomputation."""
+
+    forward: float
+    backward: float
+
+    def times(self, factor: float) -> "Pass":
+        """The operations of several passes."""
+        return Pass(self.forward * factor, self.backward * factor)
+
+    def plus(self, other: "Pass") -> "Pass":
+        """The operations of both."""
+        return Pass(self.forward + other.forward, self.backward + other.backward)
+
+    def minus(self, other: "Pass") -> "Pass":
+        """The operations without those of another part."""
+        return self.plus(other.times(-1))
+
+
+def kinds(config: TransformerConfig) -> dict[int, int]:
+    """Number of layers that are like each layer, by the index of the first of them."""
+    mixers = [config.layer_mixer(layer) for layer in range(config.num_layers)]
+    first = [mixers.index(mixer) for mixer in mixers]
+    return {layer: first.count(layer) for layer in dict.fromkeys(first)}
+
+
+def at_length(config: TransformerConfig, length: int) -> TransformerConfig:
+    """The model with the sizes that the registry derives from the length, unless they are given."""
+    if not isinstance(config.mixer, str):
+        return dataclasses.replace(config, max_length=length)
+    entry = registry.get(config.mixer)
+    options = {} if entry.options_at is None else entry.options_at(length)
+    sizes = {name: size for name, size in options.items() if isinstance(size, int)}
+    mixer = {"name": config.mixer, **sizes} if sizes else config.mixer
+    return dataclasses.replace(config, mixer=mixer, max_length=length)
+
+
+def first_layers(config: TransformerConfig, count: int) -> TransformerConfig:
+    """The model with its first layers alone."""
+    mixer = config.mixer[:count] if isinstance(config.mixer, tuple | list) else config.mixer
+    return dataclasses.replace(config, num_layers=count, mixer=mixer)
+
+
+def hidden_features(config: TransformerConfig) -> int:
+    """Hidden features of the feed-forward layers."""
+    return _split(config, 0, "feed_forward")[1]["up"]["kernel"].get_value().shape[-1]
+
+
+@functools.lru_cache(maxsize=1024)
+def has_heads(config: TransformerConfig, layer: int) -> bool:
+    """Returns whether the mixer of a layer calls a function over heads."""
+    return hasattr(
+        nnx.eval_shape(lambda: Block(config, layer, rngs=nnx.Rngs(0))).mixer, "attention"
+    )
+
+
+def parameters_of_layers(config: TransformerConfig, module: str | None = None) -> int:
+    """Number of parameters of all layers, or of one module of each."""
+    return sum(
+        count * _size(_split(config, layer, module)[1]) for layer, count in kinds(config).items()
+    )
+
+
+def parameters_of_ends(config: TransformerConfig) -> int:
+    """Number of parameters outside the layers: embeddings, the last norm, the projection."""
+    _, parameters, _ = _split_model(first_layers(config, 1))
+    return _size({name: leaf for name, leaf in parameters.items() if name != "blocks"})
+
+
+def operations_of_layers(config: TransformerConfig, length: int, module: str | None = None) -> Pass:
+    """Operations of all layers for one sequence, or of one module of each."""
+    total = [0.0, 0.0]
+    for layer, count in kinds(config).items():
+        names = [group["name"] for group in config.layer_mixer(layer)]
+        power = max(registry.get(n).time_exponent if isinstance(n, str) else 1.0 for n in names)
+        for which in (0, 1):
+
+            def counted(n, layer=layer, which=which):
+                return _operations(at_length(config, n), layer, module, n)[which]
+
+            total[which] += count * cost.extrapolated(counted, length, power)
+    return Pass(total[0], total[1] - total[0])
+
+
+def operations_of_ends(config: TransformerConfig) -> Pass:
+    """Operations for each token of the embedding, the last norm, the logits and the loss."""
+    graph, parameters, others = _split_model(first_layers(at_length(config, _FEW), 1))
+    x = jax.ShapeDtypeStruct((1, _FEW, config.features), config.dtype)
+    labels = jax.ShapeDtypeStruct((1, _FEW), jnp.int32)
+
+    def forward(parameters, x, others, labels):
+        model = nnx.merge(graph, parameters, others)
+        return loss(model._logits(model.norm(x)), labels)
+
+    def both(*given):
+        return jax.value_and_grad(forward, (0, 1))(*given)
+
+    once, twice = (
+        cost.operations(jax.make_jaxpr(f)(parameters, x, others, labels)) for f in (forward, both)
+    )
+    return Pass(once, twice - once).times(1 / _FEW)
+
+
+def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross-entropy of logits `(B, T, V)` and labels `(B, T)`."""
+    picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+
+def state_bytes(config: TransformerConfig, batch: int, length: int) -> int:
+    """Bytes of the decode state of all layers."""
+
+    def of_layer(layer):
+        mixer = Block(config, layer, rngs=nnx.Rngs(0)).mixer
+        if not hasattr(mixer, "init_state"):
+            raise ValueError(
+                f"the mixer {type(mixer).__name__} does not decode; plan its training alone"
+            )
+        return mixer.init_state(batch, length)
+
+    return sum(
+        count * _bytes(jax.eval_shape(functools.partial(of_layer, layer)))
+        for layer, count in kinds(config).items()
+    )
+
+
+class Steps(NamedTuple):
+    """Memory of a forward and backward pass over time.
+
+    Attributes:
+      timeline: bytes of buffers at each step, without parameters.
+      layers: the step after which all gradients of each layer are written.
+    """
+
+    timeline: liveness.Timeline
+    layers: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def steps(config: TransformerConfig, batch: int, length: int, compiler: liveness.Compiler) -> Steps:
+    """Memory of the gradient of the mean loss of a batch, from its jaxpr."""
+    graph, parameters, others = _split_model(config)
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+
+    def gradient(parameters, others, tokens, labels):
+        def forward(parameters):
+            return loss(nnx.merge(graph, parameters, others)(tokens), labels)
+
+        return jax.value_and_grad(forward)(parameters)
+
+    closed = jax.make_jaxpr(gradient)(parameters, others, tokens, tokens)
+    timeline = liveness.timeline(closed, compiler)
+    last = [0] * config.num_layers
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(parameters))
+    for path, step in zip(paths, timeline.written[1:], strict=True):
+        name, layer, *_ = (getattr(part, "key", None) for part in path)
+        if name == "blocks":
+            last[int(str(layer))] = max(last[int(str(layer))], step)
+    return Steps(timeline, tuple(last))
+
+
+def programs(
+    config: TransformerConfig, layer: int, module: str | None, length: int
+) -> tuple[Any, Any]:
+    """Jaxprs of the forward pass, and of the forward and backward pass, of one sequence."""
+    graph, parameters, others = _split(config, layer, module)
+    x = jax.ShapeDtypeStruct((1, length, config.features), config.dtype)
+
+    def forward(parameters, others, x):
+        return nnx.merge(graph, parameters, others)(x)
+
+    def both(parameters, others, x):
+        y, pull_back = jax.vjp(lambda p, x: forward(p, others, x), parameters, x)
+        return y, pull_back(y)
+
+    once, twice = (jax.make_jaxpr(f)(parameters, others, x) for f in (forward, both))
+    return once, twice
+
+
+@functools.lru_cache(maxsize=1024)
+def _operations(config, layer, module, length):
+    """Operations of a forward pass, and of a forward and a backward pass, of one sequence."""
+    return tuple(map(cost.operations, programs(config, layer, module, length)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _split(config, layer, module):
+    """Graph, parameters and other variables of a layer or of one of its modules, abstract."""
+
+    def build():
+        block = Block(config, layer, rngs=nnx.Rngs(0))
+        return block if module is None else getattr(block, module)
+
+    return nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+
+
+@functools.lru_cache(maxsize=256)
+def _split_model(config):
+    abstract = nnx.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
+    return nnx.split(abstract, nnx.Param, ...)
+
+
+def _size(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def _bytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

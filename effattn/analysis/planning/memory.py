@@ -1,0 +1,195 @@
+"""Memory of one device by part, for a training step or for decoding."""
+
+from typing import NamedTuple
+
+from effattn.analysis import liveness
+from effattn.analysis.planning import counts
+from effattn.analysis.planning.settings import Setting
+
+
+class Memory(NamedTuple):
+    """Bytes of one device.
+
+    Attributes:
+      parameters: weights in the dtype of the computation.
+      masters: float32 masters of 16-bit weights.
+      optimiser: both moments of Adam.
+      gradients: gradients at the step that needs most.
+      saved: activations of the forward pass that the backward pass reads, of all layers.
+      working: all other buffers at the step that needs most: logits, and one layer's temporaries.
+      communication: weights that are gathered, and what is on its way.
+      state: decode state (KV cache or recurrent state).
+    """
+
+    parameters: float
+    masters: float = 0.0
+    optimiser: float = 0.0
+    gradients: float = 0.0
+    saved: float = 0.0
+    working: float = 0.0
+    communication: float = 0.0
+    state: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return sum(self)
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters that one device computes with.
+
+    Attributes:
+      layers: in its layers, without experts.
+      experts: in its experts.
+      ends: in embeddings, the last norm and the projection to logits.
+    """
+
+    layers: float
+    experts: float
+    ends: float
+
+    @property
+    def total(self) -> float:
+        """All."""
+        return self.layers + self.experts + self.ends
+
+
+def parameters(setting: Setting) -> Parameters:
+    """Parameters of one device, before they are divided by fsdp.
+
+    With several stages this is the device that has all ends: real stages have fewer.
+    """
+    share = counts.at_length(setting.share, setting.context)
+    layers, experts = counts.parameters_of_layers(share), 0.0
+    count, chosen = setting.experts
+    if count > 1:
+        of_token = counts.parameters_of_layers(share, "feed_forward")
+        experts = of_token / chosen * count / setting.mesh["expert"]
+        layers += share.features * count * share.num_layers - of_token  # the router
+    stages = setting.mesh["stage"]
+    return Parameters(layers / stages, experts / stages, counts.parameters_of_ends(share))
+
+
+def training(setting: Setting, compiler: liveness.Compiler, moving: float) -> Memory:
+    """Memory of a training step: `moving` are bytes that are on their way between devices."""
+    sizes, number = setting.bytes_of, parameters(setting)
+    shards = setting.mesh["fsdp"]
+    peak = _peak(setting, compiler)
+    # Without experts, the traced layers have the parameters of the real ones.
+    gradients = peak.gradients * number.total / _traced(setting)
+    if setting.microbatches > 1:
+        # The sum over microbatches is there all the time.
+        gradients += number.total * sizes["gradients"] / shards
+    # The first of p stages has started p microbatches before the first of them comes back.
+    started = min(setting.mesh["stage"], setting.microbatches)
+    stored = number.total / shards
+    return Memory(
+        parameters=stored * sizes["parameters"],
+        masters=stored * sizes["masters"],
+        optimiser=stored * sizes["optimiser"],
+        gradients=gradients,
+        saved=peak.saved * started,
+        working=peak.working,
+        communication=moving + _gathered(setting, number, compiler),
+    )
+
+
+def least(setting: Setting) -> float:
+    """Lower bound of the memory of a training step: states, and inputs of the recomputed layers."""
+    sizes = setting.bytes_of
+    states = sum(size for name, size in sizes.items() if name != "gradients")
+    inputs = setting.rows * setting.tokens * setting.config.features * sizes["parameters"]
+    return parameters(setting).total / setting.mesh["fsdp"] * states + setting.layers * inputs
+
+
+def _traced(setting):
+    """Number of parameters of the traced layers and ends."""
+    share = counts.at_length(setting.share, setting.context)
+    return counts.parameters_of_layers(share) / setting.mesh["stage"] + counts.parameters_of_ends(
+        share
+    )
+
+
+def decoding(setting: Setting) -> Memory:
+    """Memory of decoding one token of each sequence."""
+    stored = parameters(setting).total / setting.mesh["fsdp"]
+    return Memory(parameters=stored * setting.bytes_of["parameters"], state=decode_state(setting))
+
+
+def decode_state(setting: Setting) -> float:
+    """Bytes of the decode state of one device; a cache of tokens is divided along the sequence."""
+    share = counts.at_length(setting.share, setting.context)
+    once, half = (
+        counts.state_bytes(share, setting.rows, length)
+        for length in (setting.context, max(1, setting.context // 2))
+    )
+    parts = setting.mesh["sequence"] if once > half else 1
+    return once / (parts * setting.mesh["stage"])
+
+
+def _gathered(setting, number, compiler):
+    """Bytes of weights that fsdp has gathered.
+
+    With recomputation, one layer at a time, and meanwhile the next one; without, all layers stay
+    gathered from the forward to the backward pass.
+    """
+    if setting.mesh["fsdp"] == 1:
+        return 0.0
+    layers, size = number.layers + number.experts, setting.bytes_of["parameters"]
+    if not setting.config.remat:
+        return (layers + number.ends) * size
+    together = min(1 + compiler.overlaps, setting.layers)
+    return max(together * layers / setting.layers, number.ends) * size
+
+
+class _Peak(NamedTuple):
+    gradients: float
+    saved: float
+    working: float
+
+
+def _peak(setting: Setting, compiler) -> _Peak:
+    """The step that needs most memory, of one microbatch.
+
+    Memory is counted for models of two and of three layers, and continued in straight lines: each
+    more layer adds its saved activations or its gradients. Layers that differ are counted in full,
+    and then saved activations are not told from working ones.
+    """
+    whole = counts.at_length(setting.share, setting.context)
+    shards = setting.mesh["fsdp"] if compiler.scatters else 1
+
+    def segments(layers):
+        config = counts.first_layers(whole, layers)
+        steps = counts.steps(config, setting.rows, setting.tokens, compiler)
+        return [_most(steps.timeline, start, end, shards) for start, end in _bounds(steps)]
+
+    if len(counts.kinds(whole)) > 1:
+        return _labelled(segments(setting.layers), 0, setting.layers)
+    two, three = segments(2), segments(3)
+    saved = three[0][1] - two[0][1]
+    if setting.layers < 4:
+        return _labelled(segments(setting.layers), saved, setting.layers)
+    # The segments of two layers, and those of three layers without the middle one.
+    grown = zip(two, [three[0], *three[2:]], strict=True)
+    more = setting.layers - 2
+    ended = [tuple(x + more * (y - x) for x, y in zip(a, b, strict=True)) for a, b in grown]
+    return _labelled(ended, saved, setting.layers)
+
+
+def _bounds(steps):
+    """Segments of the program: all up to the last layer's gradients, other layers, the end."""
+    ends = [*steps.layers[::-1], len(steps.timeline.live) - 1]
+    return list(zip([0, *(end + 1 for end in ends[:-1])], [end + 1 for end in ends], strict=True))
+
+
+def _most(timeline, start, end, shards):
+    """Gradients and other bytes at the step of a segment that needs most."""
+    rows = zip(timeline.results[start:end], timeline.live[start:end], strict=True)
+    return max(((r / shards, live - r) for r, live in rows), key=sum, default=(0.0, 0.0))
+
+
+def _labelled(segments, saved, layers):
+    gradients, others = max(segments, key=sum)
+    kept = min(others, saved * layers)
+    return _Peak(gradients, kept, others - kept)

@@ -1,0 +1,277 @@
+"""Plans on paper: memory, operations, traffic and time of a model on a mesh of devices."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from effattn.analysis import liveness
+from effattn.analysis.planning import counts, memory, report, settings, traffic
+from effattn.analysis.planning.counts import Pass
+from effattn.analysis.planning.hardware import Hardware, find
+from effattn.analysis.planning.memory import Memory
+from effattn.analysis.planning.settings import Setting
+from effattn.analysis.planning.traffic import Transfer
+from effattn.arrays import checks
+from effattn.nn import TransformerConfig, TransformerLM
+
+# Operations that one device for the whole model would not have.
+WASTE = frozenset({"recomputed", "divided sequence"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A plan; `str` gives tables of 80 columns. Figures are those of one device and one step.
+
+    Attributes:
+      setting: the model, its sizes and the mesh.
+      hardware: the device.
+      training: whether the step trains; if not, it decodes one token of each sequence.
+      memory: bytes by part.
+      operations: operations by part. `WASTE` is recomputation, and the work of the slowest of the
+        devices that divide a sequence beyond an equal share.
+      transfers: transfers by kind.
+      computing: seconds of computation: operations at the rate of the hardware, or the bytes of the
+        memory at its bandwidth, if they take longer.
+      waiting: seconds of transfers while which nothing else goes on.
+      hidden: seconds of transfers beside computation.
+      bubble: share of the time in which the stages of a pipeline wait for each other.
+    """
+
+    setting: Setting
+    hardware: Hardware
+    training: bool
+    memory: Memory
+    operations: Mapping[str, float]
+    transfers: tuple[Transfer, ...]
+    computing: float
+    waiting: float
+    hidden: float
+    bubble: float
+
+    @property
+    def fits(self) -> bool:
+        """True if the memory of the device is enough."""
+        return self.memory.total <= self.hardware.memory
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step."""
+        return (max(self.computing, self.hidden) + self.waiting) / (1 - self.bubble)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all devices together read or write in a second."""
+        tokens = self.setting.context if self.training else 1
+        return self.setting.batch * tokens / self.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation: operations without `WASTE`, of those that were possible."""
+        useful = sum(n for name, n in self.operations.items() if name not in WASTE)
+        return useful / (self.seconds * self.hardware.operations)
+
+    def __str__(self) -> str:
+        return report.text(self)
+
+
+def plan(
+    model: TransformerConfig | TransformerLM,
+    mechanism: str | Mapping[str, Any] | None,
+    context: int,
+    mesh: Mapping[str, int],
+    hardware: str | Hardware,
+    *,
+    batch: int = 1,
+    microbatches: int = 1,
+    precision: str = "mixed",
+    remat: bool = True,
+    experts: tuple[int, int] = (1, 1),
+    training: bool = True,
+    compiler: liveness.Compiler = liveness.ACCELERATOR,
+) -> Plan:
+    """Predicts memory, operations, traffic and time of a step, without running or compiling it.
+
+    Operations, saved activations, decode states and the traffic of a divided sequence are counted
+    in jaxprs of abstract arrays, so that models of any size need no memory.
+
+    *Memory* follows the program's buffers over time (`effattn.analysis.liveness`). Not included are
+    temporaries inside of kernels and libraries, alignment, fragmentation, and the program itself.
+    With several stages, one device is charged with all embeddings and logits.
+
+    *Time* is a roofline (Austin et al. 2025, "How to Scale Your Model"):
+
+        (max(computing, hidden) + waiting) / (1 - bubble)
+
+    Computation takes its operations at the peak rate of matrix products, or the bytes of its
+    weights, states and saved activations at the bandwidth, if they take longer. Gradients, gathered
+    weights, rings and activations between stages are hidden behind it; the all-reduces of tensor
+    parallelism, all-to-alls and passed states are waited for. The bubble is (p - 1) / (m + p - 1)
+    for p stages and m microbatches (Narayanan et al. 2021). Devices wait for no stragglers, latency
+    is zero, and experts get equal loads. So with peak rates the time is a lower bound.
+
+    Args:
+      model: sizes; of a `TransformerLM` its configuration, so that it may be abstract
+        (`nnx.eval_shape`).
+      mechanism: a registered name, or a mapping with a name under "name" and options; None for the
+        mixers of the model.
+      context: T, tokens of a sequence.
+      mesh: devices along axes of `effattn.parallel.AXES`, such as `{"fsdp": 8, "tensor": 4}`.
+      hardware: a name of `HARDWARE`, or a `Hardware` with rates of your own.
+      batch: sequences of a step, over all devices.
+      microbatches: parts of the batch that one device computes one after another.
+      precision: "mixed", 16-bit weights and gradients with float32 masters, or "float32".
+      remat: whether the backward pass recomputes each layer.
+      experts: (experts, experts of a token) in place of each feed-forward layer.
+      training: False for decoding one token of each sequence after T - 1 others.
+      compiler: rules by which values are stored. The rules `ACCELERATOR` have not been compared
+        with compiled programs yet; the rules `liveness.CPU` have.
+
+    Returns:
+      `Plan`.
+
+    Raises:
+      ValueError: a wrong argument, or a mesh that does not divide the heads, the context, the batch
+        or the layers; the message has a sentence for each.
+    """
+    device = find(hardware)
+    setting = settings.make(
+        model,
+        mechanism,
+        context,
+        mesh,
+        batch=batch,
+        microbatches=microbatches,
+        precision=precision,
+        remat=remat,
+        experts=experts,
+    )
+    if problems := list(setting.problems()):
+        raise ValueError("; ".join(problems))
+    return planned(setting, device, checks.flag("training", training), compiler)
+
+
+def planned(
+    setting: Setting, device: Hardware, training: bool, compiler: liveness.Compiler
+) -> Plan:
+    """The plan of a setting without problems."""
+    return _trained(setting, device, compiler) if training else _decoded(setting, device)
+
+
+def least_seconds(setting: Setting, device: Hardware) -> float:
+    """Lower bound of the time of a training step, without its memory."""
+    computing = sum(_operations(setting).values()) / device.operations
+    times = _waits(traffic.transfers(setting), setting, device)
+    return (max(computing, times["hidden"]) + times["waiting"]) / (1 - _bubble(setting))
+
+
+def _bubble(setting):
+    stages = setting.mesh["stage"]
+    return (stages - 1) / (setting.microbatches + stages - 1)
+
+
+def _trained(setting, device, compiler):
+    operations = _operations(setting)
+    transfers = traffic.transfers(setting)
+    moving = max((t.size for t in transfers if t.kind.startswith(_MOVING)), default=0.0)
+    used = memory.training(setting, compiler, moving)
+    # Weights are read forward, backward and in recomputation; gradients and states are read and
+    # written once, as are saved activations.
+    passes = (3 if setting.config.remat else 2) * setting.microbatches
+    moved = passes * used.parameters * setting.mesh["fsdp"] + 2 * (
+        used.masters + used.optimiser + used.parameters + used.saved * setting.microbatches
+    )
+    return Plan(
+        setting=setting,
+        hardware=device,
+        training=True,
+        memory=used,
+        operations=operations,
+        transfers=transfers,
+        computing=max(sum(operations.values()) / device.operations, moved / device.bandwidth),
+        **_waits(transfers, setting, device),
+        bubble=_bubble(setting),
+    )
+
+
+# Transfers whose data is in buffers beside the activations.
+_MOVING = ("sequence", "stage", "expert")
+
+
+def _decoded(setting, device):
+    transfers = traffic.decoding(setting)
+    used = memory.decoding(setting)
+    weights = memory.parameters(setting)
+    # Each weight is read once, and multiplied and added for each sequence.
+    operations = {"weights": 2.0 * setting.rows * weights.total}
+    moved = weights.total * setting.bytes_of["parameters"] + used.state
+    return Plan(
+        setting=setting,
+        hardware=device,
+        training=False,
+        memory=used,
+        operations=operations,
+        transfers=transfers,
+        computing=max(sum(operations.values()) / device.operations, moved / device.bandwidth),
+        **_waits(transfers, setting, device),
+        # A token passes the stages one after another.
+        bubble=1 - 1 / setting.mesh["stage"],
+    )
+
+
+def _waits(transfers, setting, device):
+    times = [(t.overlaps, traffic.seconds(t, setting, device)) for t in transfers]
+    return {
+        "waiting": sum(time for overlaps, time in times if not overlaps),
+        "hidden": sum(time for overlaps, time in times if overlaps),
+    }
+
+
+def _operations(setting) -> dict[str, float]:
+    """Operations of one device by part."""
+    share, rows = setting.share, setting.rows * setting.microbatches
+    stages = setting.mesh["stage"]
+    of_layers = [
+        counts.operations_of_layers(share, setting.context, module).times(
+            rows / (stages * setting.mesh["sequence"])
+        )
+        for module in ("mixer", "feed_forward", None)
+    ]
+    mixers, feed_forward, layers = of_layers
+    others = layers.minus(mixers)
+    slower = _slowest(setting, mixers).minus(mixers)
+    ends = counts.operations_of_ends(share).times(rows * setting.tokens)
+    found: dict[str, Pass] = {
+        "mixers": mixers,
+        "feed-forward layers": feed_forward,
+        "norms and sums": others.minus(feed_forward),
+        "logits and loss": ends,
+    }
+    named = {f"{name}, forward": part.forward for name, part in found.items()}
+    named |= {f"{name}, backward": part.backward for name, part in found.items()}
+    repeated = layers.forward if setting.config.remat else 0.0
+    waste = {"recomputed": repeated, "divided sequence": slower.forward + slower.backward}
+    if setting.config.remat:
+        waste["divided sequence"] += slower.forward
+    return named | {name: number for name, number in waste.items() if number}
+
+
+def _slowest(setting, mixers):
+    """Operations of the mixers on the slowest of the devices that divide the sequence."""
+    exchanges = list(traffic.exchanges(setting))
+    layers = sum(count for _, count, _ in exchanges)
+    found = Pass(0.0, 0.0) if exchanges else mixers
+    for form, count, each in exchanges:
+        # A ring divides attention unequally, but the projections of the mixer equally.
+        equal = _projections(setting, count) if form == "ring" else Pass(0.0, 0.0)
+        unequal = mixers.times(count / layers).minus(equal).times(each.slowdown)
+        found = found.plus(equal).plus(unequal)
+    return found
+
+
+def _projections(setting, layers):
+    """Operations of the mixers of some layers without attention, from a few tokens."""
+    few = 128
+    mixers = counts.operations_of_layers(setting.share, few, "mixer")
+    tokens = setting.rows * setting.microbatches * setting.tokens
+    share = layers / (setting.config.num_layers * setting.mesh["stage"])
+    return mixers.times(tokens * share / few)

@@ -1,0 +1,91 @@
+"""Training step of a language model on a mesh, compiled for virtual devices."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from effattn.nn import TransformerLM
+from effattn.parallel import make_mesh
+
+_OPERATION = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(")
+_ARRAY = re.compile(r"(f32|s32|pred)\[([\d,]*)\]")
+
+
+def step(config, batch, length, axis="data", devices=1):
+    """The compiled step of AdamW with clipped gradients, with the mesh axis that divides it."""
+    abstract = nnx.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
+    graph, parameters, others = nnx.split(abstract, nnx.Param, ...)
+    optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    mesh = make_mesh(**{axis: devices}, devices=jax.devices()[:devices])
+
+    def loss(parameters, others, tokens):
+        logits = nnx.merge(graph, parameters, others)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def run(parameters, state, others, tokens):
+        value, gradients = jax.value_and_grad(loss)(parameters, others, tokens)
+        updates, state = optimiser.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state, value
+
+    def placed(tree, spec):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec(path, x))
+            ),
+            tree,
+        )
+
+    def divided(path, x):
+        return PartitionSpec(*_divided(jax.tree_util.keystr(path), x.shape, axis, devices))
+
+    parameters = placed(parameters, divided)
+    state = placed(jax.eval_shape(optimiser.init, parameters), divided)
+    others = placed(others, lambda path, x: PartitionSpec())
+    rows = PartitionSpec(axis if axis in ("data", "fsdp") else None)
+    tokens = placed(jax.ShapeDtypeStruct((batch, length + 1), jnp.int32), lambda path, x: rows)
+    of_state = jax.tree.map(lambda x: x.sharding, (parameters, state))
+    out = *of_state, NamedSharding(mesh, PartitionSpec())
+    traced = jax.jit(run, donate_argnums=(0, 1), out_shardings=out).trace(
+        parameters, state, others, tokens
+    )
+    return traced.lower().compile()
+
+
+def bytes_of(program):
+    """Bytes of the arguments and temporaries of one device."""
+    memory = program.memory_analysis()
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+
+def collectives(program):
+    """Bytes of the arrays of each collective of a program, by operation."""
+    found = {}
+    for line in program.as_text().splitlines():
+        if match := _OPERATION.search(line):
+            sizes = [
+                4 * math.prod(int(n) for n in dims.split(",") if n)
+                for _, dims in _ARRAY.findall(match[1])
+            ]
+            found.setdefault(match[2], []).append(sizes)
+    return found
+
+
+def _divided(name, shape, axis, devices):
+    spec = [None] * len(shape)
+    if axis == "fsdp":
+        largest = sorted(range(len(shape)), key=lambda i: -shape[i])
+        where = next((i for i in largest if shape[i] % devices == 0), None)
+    elif axis == "tensor" and len(shape) > 1:
+        # Heads, columns and rows of the feed-forward layer, and the vocabulary.
+        is_row = "['out']" in name or "down" in name or "embed" in name
+        where = 0 if is_row else 1
+    else:
+        where = None
+    if where is not None:
+        spec[where] = axis
+    return spec

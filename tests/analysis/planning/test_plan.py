@@ -1,0 +1,169 @@
+import dataclasses
+
+import pytest
+
+from effattn import __main__
+from effattn.analysis import best_mesh, plan, planning
+from effattn.analysis.planning import sequence, settings, traffic
+from effattn.nn import TransformerConfig
+
+MODEL = TransformerConfig(
+    vocab_size=256, num_layers=4, features=64, num_heads=8, num_kv_heads=4, positions="none"
+)
+# 16 bits, B T D of the batch of eight sequences of 128 tokens.
+ROW = 8 * 128 * 64 * 2
+
+
+def setting(mesh, config=MODEL, **options):
+    defaults = {"batch": 8, "microbatches": 1, "precision": "mixed", "remat": False}
+    options = {**defaults, "experts": (1, 1), **options}
+    return settings.make(config, None, 128, mesh, **options)
+
+
+def transfers(mesh, config=MODEL, **options):
+    return {t.kind: t for t in traffic.transfers(setting(mesh, config, **options))}
+
+
+def test_one_device_sends_nothing():
+    assert transfers({}) == {}
+
+
+def test_data_reduces_the_gradients_and_fsdp_gathers_and_scatters():
+    whole = traffic.memory.parameters(setting({})).total * 2
+    data = transfers({"data": 8})["data: gradients"]
+    assert (data.operation, data.size) == ("all-reduce", whole)
+    assert data.sent == pytest.approx(2 * 7 / 8 * whole)
+    fsdp = transfers({"fsdp": 8}, remat=True)
+    gathered = [t for t in fsdp.values() if t.operation == "all-gather"]
+    ends = traffic.memory.parameters(setting({})).ends * 2
+    # The layers once more for the backward pass.
+    assert sum(t.number * t.size for t in gathered) == 2 * whole - ends
+    assert fsdp["fsdp: gradients"].sent == pytest.approx(7 / 8 * whole)
+    both = transfers({"data": 2, "fsdp": 4})
+    assert both["data: gradients"].size == whole / 4
+
+
+def test_tensor_takes_two_all_reduces_a_layer_in_each_direction():
+    plain = transfers({"tensor": 4})["tensor: activations"]
+    assert (plain.number, plain.size) == (4 * MODEL.num_layers + 2, ROW)
+    again = transfers({"tensor": 4}, remat=True)["tensor: activations"]
+    assert again.number == plain.number + MODEL.num_layers
+
+
+def test_stages_and_experts():
+    stage = transfers({"stage": 2}, microbatches=4)["stage: activations"]
+    assert stage.number * stage.size == 2 * ROW
+    expert = transfers({"expert": 4}, experts=(8, 2))["expert: tokens"]
+    assert (expert.number, expert.size) == (4 * MODEL.num_layers, 2 * ROW / 4)
+
+
+def test_heads_are_exchanged_as_four_activations():
+    config = dataclasses.replace(MODEL, num_kv_heads=8, mixer="sigmoid")
+    sent = transfers({"sequence": 4}, config)["sequence: heads"]
+    # Forward and backward: query, key, value and output.
+    assert sent.sent == pytest.approx(2 * 4 * ROW / 4 * 3 / 4 * MODEL.num_layers)
+
+
+def test_a_ring_sends_keys_and_values_and_their_gradients():
+    sent = transfers({"sequence": 4}, dataclasses.replace(MODEL, mixer="softmax"))["sequence: ring"]
+    keys = ROW / 4 * (4 / 8)  # of one device; half as many key heads
+    forward, moved = 3 * 2 * keys, 3 * (2 * keys + 2 * 2 * keys)  # gradients are float32
+    home = 2 * 2 * keys
+    assert sent.sent == pytest.approx(MODEL.num_layers * (forward + moved + home))
+
+
+@pytest.mark.parametrize("mixer", ["linear", "delta_net"])
+def test_states_that_pass_do_not_depend_on_the_length(mixer):
+    config = dataclasses.replace(MODEL, mixer=mixer, num_kv_heads=None, dtype="bfloat16")
+    short, long = (sequence.exchange(config, 0, 4, n, "states") for n in (256, 512))
+    assert short[:3] == long[:3]
+    assert long.slowdown > 1.0
+
+
+def test_a_mixer_without_heads_has_no_divided_sequence():
+    config = dataclasses.replace(MODEL, mixer="mamba", num_kv_heads=None)
+    with pytest.raises(ValueError, match="sequence must be 1, because the mixer of 'mamba'"):
+        plan(config, None, 128, {"sequence": 2}, "h100", batch=8)
+    with pytest.raises(ValueError, match="tensor must be 1, because the mixer of 'mamba'"):
+        plan(config, None, 128, {"tensor": 2}, "h100", batch=8)
+
+
+def test_a_mesh_that_does_not_divide_is_refused_with_a_sentence_for_each_number():
+    mesh = {"data": 3, "sequence": 3, "stage": 3, "tensor": 3}
+    with pytest.raises(ValueError) as error:
+        plan(MODEL, None, 128, mesh, "h100", batch=8)
+    for words in (
+        "data * fsdp * expert * microbatches must divide the batch, 8, got 3",
+        "sequence must divide the context, 128, got 3",
+        "stage must divide the number of layers, 4, got 3",
+        "tensor must divide the number of heads, 8, got 3",
+    ):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"hardware": "abacus"}, "hardware must be a Hardware or one of a100"),
+        ({"mesh": {"rows": 2}}, "the axes of a mesh are stage"),
+        ({"mesh": {"data": 0}}, r"mesh\['data'\] must be an int, 1 or more"),
+        ({"precision": "int8"}, "precision must be one of float32, mixed"),
+        ({"experts": (2, 3)}, "experts must be"),
+        ({"model": "7B"}, "model must be a TransformerConfig"),
+        ({"context": 0}, "context must be an int"),
+    ],
+)
+def test_wrong_arguments(changed, words):
+    given = {"model": MODEL, "mechanism": None, "context": 128, "mesh": {}, "hardware": "h100"}
+    with pytest.raises(ValueError, match=words):
+        plan(**{**given, **changed})
+
+
+def test_the_bubble_and_the_roofline():
+    slow = planning.Hardware(
+        name="slow", memory=1e9, operations=1e6, bandwidth=1e30, inside=1e30, between=1e30, island=8
+    )
+    found = plan(MODEL, None, 128, {"stage": 2}, slow, batch=8, microbatches=4)
+    assert found.bubble == 1 / 5
+    assert found.seconds == pytest.approx(sum(found.operations.values()) / 1e6 * 5 / 4)
+    useful = sum(n for name, n in found.operations.items() if name != "recomputed")
+    assert found.utilisation == pytest.approx(useful / (found.seconds * 1e6))
+    # About six operations for each weight and token.
+    weights = traffic.memory.parameters(setting({"stage": 2})).total
+    assert useful == pytest.approx(6 * weights * 8 * 128, rel=0.4)
+
+
+def test_links_inside_and_between_islands():
+    h100 = planning.HARDWARE["h100"]
+    mesh = setting({"data": 4, "fsdp": 2, "tensor": 8}, batch=64)
+    assert traffic.rate(("tensor",), mesh, h100) == h100.inside
+    assert traffic.rate(("fsdp",), mesh, h100) == h100.between
+    mesh = setting({"fsdp": 32}, batch=64)
+    # Eight members of a host use eight adapters together.
+    assert traffic.rate(("fsdp",), mesh, h100) == min(h100.inside, 8 * h100.between)
+
+
+def test_the_best_mesh_fits_and_is_the_fastest():
+    tiny = planning.Hardware(
+        name="tiny", memory=3e6, operations=1e12, bandwidth=1e12, inside=1e10, between=1e9, island=4
+    )
+    found = best_mesh(MODEL, None, 128, 8, tiny, batch=8, axes=("data", "fsdp", "tensor"), count=3)
+    assert found.best.seconds == min(p.seconds for p in found.plans)
+    assert all(p.fits and p.setting.devices == 8 for p in found.plans)
+    assert "tensor must be at most 4, the devices of an island" in found.refused
+    assert "meshes left out" in str(found)
+    small = dataclasses.replace(tiny, memory=1e3)
+    with pytest.raises(ValueError, match="the memory of a device is too small"):
+        best_mesh(MODEL, None, 128, 8, small, batch=8, axes=("data", "fsdp"))
+
+
+def test_the_command_line(capsys, monkeypatch):
+    monkeypatch.setattr(planning, "MODELS", {"tiny": MODEL})
+    arguments = ["plan", "--model", "tiny", "--context", "128", "--batch", "8"]
+    assert __main__.main([*arguments, "--mesh", "fsdp=2,tensor=2"]) == 0
+    out = capsys.readouterr().out
+    assert "4 h100 (fsdp=2, tensor=2), mixed" in out and "fits in 80 GB" in out
+    assert max(map(len, out.splitlines())) <= 80
+    for wrong in (["--mesh", "fsdp"], ["--mesh", "fsdp=2", "--devices", "2"], []):
+        assert __main__.main([*arguments, *wrong]) == 2
+    assert __main__.main(["plan", "--model", "1T", "--context", "1"]) == 2
