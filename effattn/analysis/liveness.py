@@ -37,8 +37,7 @@ _ALIASES = frozenset(
 )
 # Functions that fusions do not compute again.
 _COSTLY = frozenset(
-    "exp exp2 expm1 log log1p logistic tanh sqrt rsqrt cbrt pow sin cos tan erf erfc div "
-    "rem".split()
+    "exp expm1 log log1p logistic tanh sqrt rsqrt cbrt pow sin cos tan erf erfc div rem".split()
 )
 _INLINED = "jaxpr", "call_jaxpr", "fun_jaxpr"
 _BARRIER, _ALLOCATE, _TRANSPOSE = "barrier", "allocate", "transposed copy"
