@@ -15,6 +15,7 @@ import effattn
 from effattn import parallel
 from effattn.testing.functions import assert_close
 from tests.laws.sharding import collectives
+from tests.marks import slow_but_for
 
 pytestmark = pytest.mark.devices
 
@@ -56,11 +57,6 @@ CALLS = {
 }
 
 
-def quick(names, *quick):
-    """The names as parameters, all but some of them marked slow."""
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
 QUICK = "softmax", "documents", "lengths", "sink", "score_mod"
 
 
@@ -89,14 +85,14 @@ def both(name, key_heads=HEADS, devices=4):
     return functools.partial(attend, function), given, jax.jit(sharded), placed
 
 
-@pytest.mark.parametrize("name", quick(CALLS, *QUICK))
+@pytest.mark.parametrize("name", slow_but_for(QUICK, CALLS))
 def test_several_devices_give_what_one_gives(name):
     alone, given, run, placed = both(name)
     assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
 
 
-@pytest.mark.parametrize("key_heads", quick([1, 2, 4]))
-@pytest.mark.parametrize("name", quick(["softmax", "linear"]))
+@pytest.mark.parametrize("key_heads", slow_but_for([], [1, 2, 4]))
+@pytest.mark.parametrize("name", slow_but_for([], ["softmax", "linear"]))
 def test_key_heads_are_repeated_where_there_are_fewer_than_devices(name, key_heads):
     alone, given, run, placed = both(name, key_heads)
     assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
@@ -130,7 +126,7 @@ def moved(program):
     return found
 
 
-@pytest.mark.parametrize("devices", quick([2, 8], 8))
+@pytest.mark.parametrize("devices", slow_but_for([8], [2, 8]))
 def test_it_moves_four_times_the_activations_by_the_devices(devices):
     """Query, key, value and output forward; their gradients, and these again, backward."""
     function, _ = CALLS["softmax"]

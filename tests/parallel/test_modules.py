@@ -14,7 +14,8 @@ import effattn
 from effattn import nn, parallel, registry
 from effattn.testing.functions import assert_close
 from effattn.testing.subjects import filled_at_random
-from tests.parallel.test_heads import moved, quick
+from tests.marks import slow_but_for
+from tests.parallel.test_heads import moved
 
 pytestmark = pytest.mark.devices
 
@@ -125,12 +126,12 @@ def check(name, form, options, **padding):
     assert_close(found[1], right[1], 1e-4)
 
 
-@pytest.mark.parametrize("name", quick(STATES, "convolution"))
+@pytest.mark.parametrize("name", slow_but_for(["convolution"], STATES))
 def test_mixers_pass_states(name):
     check(name, parallel.pass_states, STATES[name])
 
 
-@pytest.mark.parametrize("name", quick(STATES, "mamba", "rwkv4"))
+@pytest.mark.parametrize("name", slow_but_for(["mamba", "rwkv4"], STATES))
 def test_documents_cross_devices(name):
     check(name, parallel.pass_states, STATES[name], segment_ids=IDS)
 
@@ -151,33 +152,35 @@ def test_layers_that_read_the_last_tokens(build):
     assert_close(found[1], right[1], 1e-4)
 
 
-@pytest.mark.parametrize("name", quick(STATES))
+@pytest.mark.parametrize("name", slow_but_for([], STATES))
 def test_lengths_count_all_tokens(name):
     check(name, parallel.pass_states, STATES[name], lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("name", quick(CHANNELS, "fnet"))
+@pytest.mark.parametrize("name", slow_but_for(["fnet"], CHANNELS))
 def test_mixers_exchange_channels(name):
     check(name, parallel.exchange_channels, CHANNELS[name])
 
 
-@pytest.mark.parametrize("name", quick([n for n in CHANNELS if n != "fnet"], "hyena"))
+@pytest.mark.parametrize("name", slow_but_for(["hyena"], [n for n in CHANNELS if n != "fnet"]))
 def test_lengths_count_all_tokens_of_channels(name):
     check(name, parallel.exchange_channels, CHANNELS[name], lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("name", quick(HEADS, "convolution_attention"))
+@pytest.mark.parametrize("name", slow_but_for(["convolution_attention"], HEADS))
 def test_mixers_exchange_heads(name):
     check(name, parallel.exchange_heads, {**HEADS[name], "heads": 4})
 
 
-@pytest.mark.parametrize("name", quick(["softmax", "convolution_attention", "delta_net"]))
+@pytest.mark.parametrize(
+    "name", slow_but_for([], ["softmax", "convolution_attention", "delta_net"])
+)
 def test_documents_of_exchanged_heads(name):
     options = {**HEADS[name], "heads": 4}
     check(name, parallel.exchange_heads, options, segment_ids=IDS, lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("name", quick(SHARED))
+@pytest.mark.parametrize("name", slow_but_for([], SHARED))
 def test_mixers_share_keys(name):
     check(name, parallel.share_keys, SHARED[name], lengths=LENGTHS)
 

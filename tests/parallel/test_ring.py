@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 import effattn
 from effattn import parallel
 from effattn.testing.functions import assert_close
-from tests.parallel.test_heads import moved, quick
+from tests.marks import slow_but_for
+from tests.parallel.test_heads import moved
 
 pytestmark = pytest.mark.devices
 
@@ -60,7 +61,9 @@ def alone(arrays, ids=None, **options):
     return out, pull_back(cotangent)
 
 
-@pytest.mark.parametrize("name", quick(CALLS, "bidirectional", "causal window", "long window"))
+@pytest.mark.parametrize(
+    "name", slow_but_for(["bidirectional", "causal window", "long window"], CALLS)
+)
 @pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_several_devices_give_what_one_gives(name, devices):
     arrays = draw()
@@ -71,7 +74,7 @@ def test_several_devices_give_what_one_gives(name, devices):
 
 @pytest.mark.parametrize(
     "name",
-    quick(["bidirectional", "causal", "window of neighbours", "long window"], "causal"),
+    slow_but_for(["causal"], ["bidirectional", "causal", "window of neighbours", "long window"]),
 )
 def test_documents_that_cross_devices_and_shared_key_heads(name):
     arrays, ids = draw(key_heads=2), jnp.asarray(IDS)

@@ -13,7 +13,8 @@ import effattn
 from effattn import parallel
 from effattn.cores.weighted_sums import Sums
 from effattn.testing.functions import assert_close
-from tests.parallel.test_heads import moved, quick
+from tests.marks import slow_but_for
+from tests.parallel.test_heads import moved
 
 pytestmark = pytest.mark.devices
 
@@ -173,7 +174,7 @@ def arrays_of(name):
 QUICK = "linear", "delta rule", "Mamba", "S4D", "RWKV-4"
 
 
-@pytest.mark.parametrize("name", quick([*CALLS, *FLAT], *QUICK))
+@pytest.mark.parametrize("name", slow_but_for(QUICK, [*CALLS, *FLAT]))
 def test_several_devices_give_what_one_gives(name):
     """All examples are on each device, as states and shared arguments are those of examples."""
     function, of_tokens, others = arrays_of(name)
@@ -202,7 +203,8 @@ IDS = jnp.asarray(
 
 
 @pytest.mark.parametrize(
-    "name", quick(["linear", "retention", "gated linear", "delta rule", "RWKV-6"], "retention")
+    "name",
+    slow_but_for(["retention"], ["linear", "retention", "gated linear", "delta rule", "RWKV-6"]),
 )
 def test_documents_that_cross_devices(name):
     function, of_tokens, others = arrays_of(name)

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 import effattn
 from effattn import parallel, registry
 from effattn.testing.functions import assert_close
+from tests.marks import slow_but_for
 from tests.parallel import test_modules
-from tests.parallel.test_heads import moved, quick
+from tests.parallel.test_heads import moved
 
 pytestmark = pytest.mark.devices
 
@@ -154,17 +155,17 @@ def test_each_mechanism_has_one_row():
     assert all(reason.strip() for _, _, reason in ROWS)
 
 
-@pytest.mark.parametrize("name", quick(BY_HEADS))
+@pytest.mark.parametrize("name", slow_but_for([], BY_HEADS))
 def test_exchange_heads_takes_the_mechanism(name):
     equal(attended(name, parallel.exchange_heads), attended(name))
 
 
-@pytest.mark.parametrize("name", quick(SHARED))
+@pytest.mark.parametrize("name", slow_but_for([], SHARED))
 def test_share_keys_takes_the_mechanism(name):
     equal(attended(name, parallel.share_keys), attended(name))
 
 
-@pytest.mark.parametrize("name", quick(SHARED, "nystrom"))
+@pytest.mark.parametrize("name", slow_but_for(["nystrom"], SHARED))
 def test_lengths_of_shared_keys_count_all_tokens(name):
     lengths = jnp.asarray([TOKENS, 13])
     given = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
