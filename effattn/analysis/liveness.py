@@ -28,7 +28,7 @@ from effattn.analysis.cost import ELEMENTWISE, REDUCTIONS, split_scan
 # Moves of data that a fusion computes where it reads them.
 _MOVES = frozenset(
     "broadcast_in_dim convert_element_type slice dynamic_slice pad concatenate iota rev split "
-    "square is_finite round ceil sign nextafter erf erf_inv cbrt tan real imag".split()
+    "square is_finite round ceil sign nextafter erf erfc erf_inv cbrt tan real imag".split()
 )
 # Other names of a buffer. Transposes change the layout that the compiler chooses for it.
 _ALIASES = frozenset(
@@ -37,9 +37,11 @@ _ALIASES = frozenset(
 )
 # Functions that fusions do not compute again.
 _COSTLY = frozenset(
-    "exp exp2 expm1 log log1p logistic tanh sqrt rsqrt cbrt pow sin cos tan erf div rem".split()
+    "exp expm1 log log1p logistic tanh sqrt rsqrt cbrt pow sin cos tan erf erfc div rem".split()
 )
 _INLINED = "jaxpr", "call_jaxpr", "fun_jaxpr"
+# Operations whose jaxpr is that of a kernel or of single entries.
+_OPAQUE = "pallas_call", "reduce"
 _BARRIER, _ALLOCATE, _TRANSPOSE = "barrier", "allocate", "transposed copy"
 
 
@@ -180,7 +182,7 @@ class _Trace:
         if name in ("scan", "while", "cond"):
             return self._loop(eqn, inputs)
         inner = next((params[key] for key in _INLINED if key in params), None)
-        if inner is not None and name != "pallas_call":
+        if inner is not None and name not in _OPAQUE:
             return self._inline(inner, inputs, barrier=params.get("differentiated", False))
         if name in _ALIASES or self._is_same(eqn, inputs):
             return inputs[: len(eqn.outvars)]

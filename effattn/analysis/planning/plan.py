@@ -118,13 +118,14 @@ def plan(
       mesh: devices along axes of `effattn.parallel.AXES`, such as `{"fsdp": 8, "tensor": 4}`.
       hardware: a name of `HARDWARE`, or a `Hardware` with rates of your own.
       batch: sequences of a step, over all devices.
-      microbatches: parts of the batch that one device computes one after another.
+      microbatches: parts of the batch that one device computes one after another; 1 for decoding.
       precision: "mixed", 16-bit weights and gradients with float32 masters, or "float32".
-      remat: whether the backward pass recomputes each layer.
+      remat: whether the backward pass of training recomputes each layer.
       experts: (experts, experts of a token) in place of each feed-forward layer.
-      training: False for decoding one token of each sequence after T - 1 others.
-      compiler: rules by which values are stored. The rules `ACCELERATOR` have not been compared
-        with compiled programs yet; the rules `liveness.CPU` have.
+      training: False for decoding one token of each sequence after T - 1 others. The time is that
+        of the weights and the decode state, which are read once.
+      compiler: rules by which training stores values. The rules `ACCELERATOR` have not been
+        compared with compiled programs yet; the rules `liveness.CPU` have.
 
     Returns:
       `Plan`.
@@ -147,7 +148,9 @@ def plan(
     )
     if problems := list(setting.problems()):
         raise ValueError("; ".join(problems))
-    return planned(setting, device, checks.flag("training", training), compiler)
+    if not checks.flag("training", training) and microbatches != 1:
+        raise ValueError(f"microbatches must be 1 for decoding, got {microbatches}")
+    return planned(setting, device, training, compiler)
 
 
 def planned(
@@ -201,8 +204,11 @@ def _decoded(setting, device):
     transfers = traffic.decoding(setting)
     used = memory.decoding(setting)
     weights = memory.parameters(setting)
-    # Each weight is read once, and multiplied and added for each sequence.
-    operations = {"weights": 2.0 * setting.rows * weights.total}
+    # Each weight is read once, and multiplied and added for each sequence that uses it.
+    count, chosen = setting.experts
+    of_token = chosen * weights.experts * setting.mesh["expert"] / count
+    used_weights = weights.layers + weights.ends + of_token
+    operations = {"weights": 2.0 * setting.rows * used_weights}
     moved = weights.total * setting.bytes_of["parameters"] + used.state
     return Plan(
         setting=setting,

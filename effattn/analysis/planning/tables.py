@@ -34,9 +34,12 @@ def states() -> str:
                 experts=(1, 1),
             )
             number = memory.parameters(setting).total
-            whole = [sizes["masters"] + sizes["optimiser"], sizes["gradients"], sizes["parameters"]]
-            stored = [number * size for size in whole]
-            left = [sum(stored[:stage]) / SHARDS + sum(stored[stage:]) for stage in (0, 1, 2, 3)]
+            whole = {
+                "states": sizes["masters"] + sizes["optimiser"],
+                "gradients": sizes["gradients"],
+                "parameters": sizes["parameters"],
+            }
+            left = [left_on_each(number, whole, stage, SHARDS) for stage in (0, 1, 2, 3)]
             parts = ", ".join(f"{size} {part}" for part, size in sizes.items() if size)
             cells = [report.amount(size, "B") for size in left]
             each = f"{sum(sizes.values())} ({parts})"
@@ -44,7 +47,13 @@ def states() -> str:
     return report.markdown(rows)
 
 
-# Devices, model, sequences of a step, and meshes of softmax and of gated linear attention.
+def left_on_each(number: float, sizes: Mapping[str, int], stage: int, devices: int) -> float:
+    """Bytes on each device if ZeRO divides the first parts among the devices, as its stage says."""
+    stored = [number * size for size in sizes.values()]
+    return sum(stored[:stage]) / devices + sum(stored[stage:])
+
+
+# Model, sequences of a step, and meshes of softmax and of gated linear attention.
 _CONTEXTS: Sequence[tuple[str, int, dict[str, int], dict[str, int]]] = (
     ("1.3B", 1, {"sequence": 8}, {"sequence": 8}),
     ("7B", 8, {"fsdp": 8, "sequence": 8}, {"fsdp": 8, "sequence": 8}),

@@ -52,10 +52,13 @@ def transfers(setting: Setting) -> tuple[Transfer, ...]:
 
 def decoding(setting: Setting) -> tuple[Transfer, ...]:
     """All transfers of a step that decodes one token of each sequence."""
-    found = _collectives(
-        setting, "tensor: activations", "all-reduce", ("tensor",), 2 * setting.layers, _row(setting)
+    number, layers = memory.parameters(setting), setting.layers
+    of_layer = (number.layers + number.experts) / layers * setting.bytes_of["parameters"]
+    row = _row(setting)
+    return (
+        *_collectives(setting, "fsdp: layers", "all-gather", ("fsdp",), layers, of_layer, True),
+        *_collectives(setting, "tensor: activations", "all-reduce", ("tensor",), 2 * layers, row),
     )
-    return tuple(each for each in found if each.number)
 
 
 def seconds(transfer: Transfer, setting: Setting, hardware: Hardware) -> float:

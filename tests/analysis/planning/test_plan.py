@@ -111,6 +111,7 @@ def test_a_mesh_that_does_not_divide_is_refused_with_a_sentence_for_each_number(
         ({"experts": (2, 3)}, "experts must be"),
         ({"model": "7B"}, "model must be a TransformerConfig"),
         ({"context": 0}, "context must be an int"),
+        ({"training": False, "microbatches": 2, "batch": 2}, "microbatches must be 1 for decod"),
     ],
 )
 def test_wrong_arguments(changed, words):
@@ -131,6 +132,18 @@ def test_the_bubble_and_the_roofline():
     # About six operations for each weight and token.
     weights = traffic.memory.parameters(setting({"stage": 2})).total
     assert useful == pytest.approx(6 * weights * 8 * 128, rel=0.4)
+
+
+def test_decoding_reads_weights_and_states_once():
+    slow = planning.Hardware(
+        name="slow", memory=1e9, operations=1e30, bandwidth=1e6, inside=1e30, between=1e30, island=8
+    )
+    found = plan(MODEL, "softmax", 128, {}, slow, batch=8, training=False)
+    assert found.seconds == pytest.approx((found.memory.parameters + found.memory.state) / 1e6)
+    assert found.tokens_per_second == pytest.approx(8 / found.seconds)
+    parts = plan(MODEL, "softmax", 128, {"fsdp": 2}, slow, batch=8, training=False)
+    assert parts.memory.parameters == found.memory.parameters / 2
+    assert [t.kind for t in parts.transfers] == ["fsdp: layers"]
 
 
 def test_links_inside_and_between_islands():
