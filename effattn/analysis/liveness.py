@@ -40,6 +40,8 @@ _COSTLY = frozenset(
     "exp expm1 log log1p logistic tanh sqrt rsqrt cbrt pow sin cos tan erf erfc div rem".split()
 )
 _INLINED = "jaxpr", "call_jaxpr", "fun_jaxpr"
+# Operations whose jaxpr is that of a kernel or of single entries.
+_OPAQUE = "pallas_call", "reduce"
 _BARRIER, _ALLOCATE, _TRANSPOSE = "barrier", "allocate", "transposed copy"
 
 
@@ -180,7 +182,7 @@ class _Trace:
         if name in ("scan", "while", "cond"):
             return self._loop(eqn, inputs)
         inner = next((params[key] for key in _INLINED if key in params), None)
-        if inner is not None and name != "pallas_call":
+        if inner is not None and name not in _OPAQUE:
             return self._inline(inner, inputs, barrier=params.get("differentiated", False))
         if name in _ALIASES or self._is_same(eqn, inputs):
             return inputs[: len(eqn.outvars)]

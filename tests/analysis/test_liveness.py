@@ -97,6 +97,15 @@ def test_a_loop_writes_to_buffers_of_its_own(compiler):
     assert timeline(loop, compiler).peak == 2 * ARRAY
 
 
+@COMPILERS
+def test_a_reduction_by_a_function_is_one_operation(compiler):
+    def function(x):
+        return lax.reduce(jnp.sin(x) @ x, 1.0, lambda a, b: a * b + 1, (0,))
+
+    found = timeline(function, compiler)
+    assert (found.peak, found.live[-1]) == (2 * ARRAY, N * 4)
+
+
 def test_the_branch_of_the_platform_is_taken():
     def function(x):
         return lax.platform_dependent(
