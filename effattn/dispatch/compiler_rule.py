@@ -110,6 +110,7 @@ def call(
         return lambda *arrays: partitioned(*arrays, mark, *closed.consts)
 
     def run(*arrays):
+        arrays = tuple(map(jnp.asarray, arrays))
         whole = jax.make_jaxpr(lambda *arrays: tuple(function(*arrays)))(*arrays)
         if whole.effects:  # Pallas's interpreter of Mosaic GPU has side effects
             return tuple(function(*arrays))

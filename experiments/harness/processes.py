@@ -60,14 +60,19 @@ def started(text: str, command: str) -> Iterator[None]:
 
     options: Any = {"heartbeat_timeout_seconds": HEARTBEAT, "initialization_timeout": START}
     if text == "auto":
-        jax.distributed.initialize(**options)
+        try:
+            jax.distributed.initialize(**options)
+        except ValueError as error:
+            raise UserError(
+                "--processes auto: JAX finds no cluster here; give ADDRESS:PORT,INDEX,COUNT"
+            ) from error
         _number, _count = jax.process_index(), jax.process_count()
         watch = _watch_of_cluster()
     else:
         host, port, _number, _count = _parsed(text)
         watch = _watch(host, port + 1)
         jax.distributed.initialize(f"{host}:{port}", _count, _number, **options)
-    leave_signals_to_jax()
+    _leave_signals_to_jax()
     _check_same(f"{command} with effattn {version('effattn')} and jax {jax.__version__}")
     with _silent_others():
         yield
@@ -213,6 +218,6 @@ def end() -> None:
         os._exit(1)
 
 
-def leave_signals_to_jax() -> None:
+def _leave_signals_to_jax() -> None:
     """Makes Ctrl-C a SIGTERM, of which JAX tells all processes of the run; see `stops_at`."""
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))

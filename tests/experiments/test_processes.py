@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import jax
 import pytest
 
 from experiments import lm
@@ -23,6 +24,16 @@ def test_processes_of_another_form_are_refused(text, tmp_path, folder_of_text, c
     command = ["--corpus", str(folder_of_text), "--output", str(tmp_path / "run")]
     assert lm.main([*TINY, *command, "--mesh", "data=1", "--processes", text]) == 1
     assert "--processes must be auto, or ADDRESS:PORT,INDEX,COUNT" in capsys.readouterr().err
+
+
+def test_a_missing_cluster_is_said(tmp_path, folder_of_text, capsys, monkeypatch):
+    def initialize(**options):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    command = ["--corpus", str(folder_of_text), "--output", str(tmp_path / "run")]
+    assert lm.main([*TINY, *command, "--mesh", "data=1", "--processes", "auto"]) == 1
+    assert "--processes auto: JAX finds no cluster here; give ADDRESS" in capsys.readouterr().err
 
 
 def test_processes_need_a_mesh(capsys):
