@@ -3,8 +3,8 @@
 The devices of a mesh axis hold consecutive parts of T tokens. Keys and values travel around the
 ring; each device attends to every part that passes, and combines the results by their log-sum-exps.
 Backward, keys and values travel once more, with their gradients in at least float32, and one more
-hop brings these gradients home. The next part travels while a device attends to the present one, so
-a device has at most three parts, and its memory falls with the number of devices.
+hop brings these gradients home. A device never has more than two parts, so its memory falls with
+the number of devices.
 
 Within a window of at most T tokens, a device needs only the nearest tokens of its neighbours: these
 alone are sent, and what is sent does not grow with the sequence. For a wider window of w tokens,
@@ -275,44 +275,37 @@ def _ring(call, query, block, ids):
 
 def _forward(call, query, block, ids):
     axis, tokens = query.ndim - 3, query.shape[-3]
-
-    def meet(found, moving, way, hop):
-        """Combines what was found with the attention to a block that passes."""
-        offset, which = call.place(way, hop, tokens)
-
-        def attend(part):
-            if part is None:
-                return found
-            query_part, ids_part, before = _cut((query, ids, found), part.queries, axis)
-            of_keys = _cut(moving, part.keys, axis)
-            more = call.attend(query_part, of_keys, ids_part, offset, part.is_causal)
-            joined = effattn.combine(*zip(before, more, strict=True))
-            return tuple(
-                lax.dynamic_update_slice_in_dim(x, new, part.queries[0], axis)
-                for x, new in zip(found, joined, strict=True)
-            )
-
-        return lax.switch(which, [functools.partial(attend, p) for p in call.parts(tokens)])
-
     found = call.attend(query, block, ids, 0, call.causal)
     for way, hops in call.ways(tokens):
 
         def step(carry, hop, way=way):
             found, moving = carry
-            # The next block travels while this device attends to this one.
-            return (meet(found, moving, way, hop), call.hop(moving, way)), None
+            moving = call.hop(moving, way)
+            offset, which = call.place(way, hop, tokens)
+
+            def meet(part):
+                if part is None:
+                    return found
+                of_queries, keys = _cut((query, ids, found), part.queries, axis), part.keys
+                query_part, ids_part, before = of_queries
+                of_keys = _cut(moving, keys, axis)
+                more = call.attend(query_part, of_keys, ids_part, offset, part.is_causal)
+                joined = effattn.combine(*zip(before, more, strict=True))
+                return tuple(
+                    lax.dynamic_update_slice_in_dim(x, new, part.queries[0], axis)
+                    for x, new in zip(found, joined, strict=True)
+                )
+
+            branches = [functools.partial(meet, part) for part in call.parts(tokens)]
+            return (lax.switch(which, branches), moving), None
 
         if hops:
-            carry = found, call.hop(block, way)
-            carry, _ = lax.scan(step, carry, jnp.arange(1, hops))
-            found = meet(*carry, way, hops)
+            (found, _), _ = lax.scan(step, (found, block), jnp.arange(1, hops + 1))
     return found, (query, block, ids, *found)
 
 
 def _backward(call, saved, cotangents):
     query, block, ids, out, lse = saved
-    # Otherwise the compiler keeps the first hop of the forward pass, one more part in memory.
-    block = lax.optimization_barrier(block)
     axis, tokens = query.ndim - 3, query.shape[-3]
 
     def pull(block, offset, part):
@@ -328,35 +321,29 @@ def _backward(call, saved, cotangents):
         _, back = jax.vjp(attend, query, *key_value)
         return [x.astype(dtypes.wide(x)) for x in back(_cut(cotangents, part.queries, axis))]
 
-    def meet(moving, way, hop):
-        """Gradients from a block that passes."""
-        offset, which = call.place(way, hop, tokens)
-
-        def gradients(part):
-            return nothing if part is None else pull(moving, offset, part)
-
-        return lax.switch(which, [functools.partial(gradients, p) for p in call.parts(tokens)])
-
     everything = (0, tokens)
-    d_query, *d_block = own = pull(block, 0, _Part(everything, everything, call.causal))
-    nothing = [mesh_axes.vary_like(x, jnp.zeros_like(x)) for x in own]
+    d_query, *d_block = pull(block, 0, _Part(everything, everything, call.causal))
     for way, hops in call.ways(tokens):
 
-        def add(d_query, moving, d_moving, hop, way=way):
-            """Adds the gradients from a block; those of its keys and values travel with it."""
-            arrived = call.hop(d_moving, way)
-            d_more, *d_moved = meet(moving, way, hop)
-            return d_query + d_more, [x + y for x, y in zip(arrived, d_moved, strict=True)]
+        def step(carry, hop, way=way):
+            d_query, moving = carry
+            block, d_block = moving = call.hop(moving, way)
+            offset, which = call.place(way, hop, tokens)
 
-        def step(carry, hop, add=add, way=way):
-            d_query, moving, d_moving = carry
-            d_query, d_moving = add(d_query, moving, d_moving, hop)
-            return (d_query, call.hop(moving, way), d_moving), None
+            def meet(part):
+                if part is None:
+                    return d_query, d_block
+                d_more, *d_moved = pull(block, offset, part)
+                return d_query + d_more, [x + y for x, y in zip(d_block, d_moved, strict=True)]
+
+            branches = [functools.partial(meet, part) for part in call.parts(tokens)]
+            d_query, d_block = lax.switch(which, branches)
+            return (d_query, (block, d_block)), None
 
         if hops:
-            carry = d_query, call.hop(block, way), nothing[1:]
-            carry, _ = lax.scan(step, carry, jnp.arange(1, hops))
-            d_query, d_moved = add(*carry, hops)
+            none = [mesh_axes.vary_like(x, jnp.zeros_like(x)) for x in d_block]
+            carry = d_query, (block, none)
+            (d_query, (_, d_moved)), _ = lax.scan(step, carry, jnp.arange(1, hops + 1))
             # The gradients go home.
             d_moved = call.hop(d_moved, -way, hops)
             d_block = [x + y for x, y in zip(d_block, d_moved, strict=True)]
