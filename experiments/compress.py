@@ -47,6 +47,7 @@ class Config(TextOptions):
 
     def check(self) -> None:
         super().check()
+        checks.check_no_mesh(self)
         good = len(self.mechanisms) == 1 and self.mechanisms != ("all",)
         checks.require(good, self, "mechanisms", "must be one mechanism")
         checks.require(not self.sweep, self, "sweep", "must be left out")
@@ -62,7 +63,11 @@ class Config(TextOptions):
         good = not self.fewer_heads or name in PRUNABLE
         need = f"must be empty, as heads are removed from {' and '.join(PRUNABLE)} alone"
         checks.require(good, self, "fewer_heads", need)
-        checks.require(bool(self.bits or self.fewer_heads), self, "bits", "needs a number")
+        good = not self.fewer_heads or (not self.first_layer and self.positions != "alibi")
+        need = "must be empty with --first-layer or --positions alibi"
+        checks.require(good, self, "fewer_heads", need)
+        need = "must not be empty together with --fewer-heads"
+        checks.require(bool(self.bits or self.fewer_heads), self, "bits", need)
         if self.recovery_steps is not None:
             checks.check_counts(self, "recovery_steps")
         if self.recovery_rate is not None:

@@ -57,6 +57,7 @@ class Config(TextOptions):
     def check(self) -> None:
         # The rate is that of the original, and the sweep is for the models after it.
         TextOptions.check(dataclasses.replace(self, learning_rate=None))
+        checks.check_no_mesh(self)
         if self.learning_rate is not None:
             checks.check_positive(self, "learning_rate")
         if self.recovery_steps is not None:

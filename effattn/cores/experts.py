@@ -193,9 +193,10 @@ def without_capacity(
     place = inverse_of(order)
     sizes = _is_expert(expert, number).sum(0, dtype=jnp.int32)
     rows = take(x.reshape(-1, x.shape[-1]), order // count, place.reshape(-1, count))
-    out = _feed_forward(activation, kernels, rows, lambda x, w: lax.ragged_dot(x, w, sizes))
-    # Rows behind the last group belong to no expert.
+    # Rows behind the last group belong to no expert, and what products give for them is undefined.
     is_computed = jnp.arange(len(rows), dtype=jnp.int32) < sizes.sum(dtype=jnp.int32)
+    rows = jnp.where(is_computed[:, None], rows, 0)
+    out = _feed_forward(activation, kernels, rows, lambda x, w: lax.ragged_dot(x, w, sizes))
     out = jnp.where(is_computed[:, None], out, 0)
     out = permute(out, place, order)
     return _weighted(weights, out.reshape(*weights.shape, out.shape[-1]))

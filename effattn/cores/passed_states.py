@@ -11,6 +11,7 @@ part for the identity before it, with values of zero.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -107,7 +108,9 @@ def _transition(core, config, x, none):
         )
         plain = config._replace(terms=_Emptied(config.terms), normalized=False)
         start = mesh_axes.vary_like(none, identity)
-        return core(plain)(*x._replace(state=start))[1], jnp.matmul
+        # States are float32; the default precision of products is lower on GPUs and TPUs.
+        product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+        return core(plain)(*x._replace(state=start))[1], product
     axis = x.state.ndim - 3
     total = jnp.ones_like(none[..., :1, :1])
     if terms.log_decay is not None:

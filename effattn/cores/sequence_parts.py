@@ -83,7 +83,7 @@ _REASONS = {
 _INSTEAD = {
     "pass_states": "exchange_heads takes any function over heads, exchange_channels convolutions",
     "exchange_channels": "pass_states takes recurrences, exchange_heads functions over heads",
-    "exchange_heads": "it takes any function over heads",
+    "exchange_heads": "pass the function of its mechanism, or use one device",
     "share_keys": "exchange_heads takes any function over heads",
 }
 

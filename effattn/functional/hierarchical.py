@@ -210,7 +210,8 @@ def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: atten
     sequence_parts.check_blocks("segments", hierarchy.segment, length)
     whole, first = sequence_parts.all_tokens(length), 0 if held is None else held.index * length
     if whole <= hierarchy.segment:
-        return attention.attend(query, key, value, given)
+        with sequence_parts.alone():
+            return attention.attend(query, key, value, given)
     siblings = hierarchy.siblings(whole)
     has_others = hierarchy.segments(whole) > 2**siblings
     lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths

@@ -20,13 +20,13 @@ _ALIKE = "softmax", "sliding_window"
 
 
 def prune_heads(model: Model, keep: Sequence[Sequence[int]]) -> Model:
-    """Returns a copy of a model that has some of its attention heads alone.
+    """Returns a copy of a model with only some of its attention heads.
 
         smaller = nn.prune_heads(lm, [[0, 1, 3], [1, 2, 3]])   # 3 of 4 heads in both layers
 
-    The copy gives what the model gives without the outputs of the other heads (Michel et al. 2019,
-    "Are Sixteen Heads Really Better than One?"), and is smaller and faster. Its `config` describes
-    it, and so all layers keep equally many heads. The head dimension stays.
+    Its output is that of the model with zeros as the outputs of the other heads (Michel et al.
+    2019, "Are Sixteen Heads Really Better than One?"), and it is smaller and faster. Its `config`
+    describes it, and so all layers keep equally many heads. The head dimension stays.
 
     Args:
       model: a `Transformer` or `TransformerLM` with exact attention or attention in windows in all
@@ -39,10 +39,10 @@ def prune_heads(model: Model, keep: Sequence[Sequence[int]]) -> Model:
     """
     if not isinstance(model, Transformer):
         raise ValueError(f"model must be a Transformer, got a {type(model).__name__}")
-    for layer, block in enumerate(model.blocks):
-        _check_mixer(layer, block.mixer)
     config = model.config
     heads, key_heads = config.num_heads, config.num_kv_heads or config.num_heads
+    for layer, block in enumerate(model.blocks):
+        _check_mixer(layer, block.mixer, (heads, key_heads))
     kept = [list(layer) for layer in keep]
     _check(kept, len(model.blocks), key_heads)
     count, each = len(kept[0]), heads // key_heads
@@ -81,12 +81,17 @@ def _check(kept, layers, key_heads):
             )
 
 
-def _check_mixer(layer, mixer):
+def _check_mixer(layer, mixer, heads):
     name = mixer.binding.name if type(mixer) is SelfAttention else type(mixer).__name__
     if name not in _ALIKE:
         raise ValueError(
             f"the mixer of layer {layer} must be {' or '.join(_ALIKE)}, whose heads are alike, got "
             f"{name}"
+        )
+    if (mixer.num_heads, mixer.num_kv_heads) != heads:
+        raise ValueError(
+            f"the mixer of layer {layer} must have the heads of the configuration, {heads}; give "
+            "num_kv_heads to TransformerConfig, not to the mixer"
         )
     differs = [*mixer.array_options, *({"score_mod"} & {*dict(mixer.options)})]
     if differs:

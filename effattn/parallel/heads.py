@@ -89,6 +89,8 @@ def attend_in_parts(
       options: keyword arguments; lengths are those of this device's part.
     """
     parts = sequence_parts.current()
+    if parts is not None and options.get("dropout_rng") is not None:
+        raise ValueError(f"{parts.form} has no dropout; call the mixer without rngs")
     if parts is None or parts.form != "exchange_heads":
         return function(*inputs, **options)
     parts.calls += 1

@@ -29,15 +29,18 @@ def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Calla
     while isinstance(function, functools.partial) and not function.args:
         given = {**function.keywords, **given}
         function = function.func
-    first, *_ = inspect.signature(function).parameters
+    names = list(inspect.signature(function).parameters)
 
     def run(*arrays, **options):
         options = {**given, **options}
-        if options.get("dropout_rate"):
+        rate = options.get("dropout_rate")
+        if rate is not None and not (isinstance(rate, int | float) and rate == 0):
             raise ValueError(f"{form} has no dropout, got dropout_rate; leave it out")
-        x = jnp.asarray(arrays[0] if arrays else options[first])
+        inputs = {**options, **dict(zip(names, arrays, strict=False))}
         for lengths in _LENGTHS.keys() & options.keys():
             if options[lengths] is not None:
+                of_keys = lengths == "key_value_seq_lengths" and "key" in inputs
+                x = jnp.asarray(inputs["key" if of_keys else names[0]])
                 tokens = x.shape[_LENGTHS[lengths]]
                 here = jnp.asarray(options[lengths]) - lax.axis_index(axis_name) * tokens
                 options[lengths] = jnp.clip(here, 0, tokens)

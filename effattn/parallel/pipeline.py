@@ -24,10 +24,12 @@ def pipeline(
     arguments have gradients. With S devices and M microbatches, a microbatch passes the devices in
     S steps, and another one starts with each step. Devices wait for (S - 1) / (M + S - 1) of the
     time (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
-    section 2.2). Each device sends one activation and one gradient a microbatch, to its neighbours.
+    section 2.2). In each step a device sends one activation to the next device, and one gradient to
+    the one before.
 
-    Both schedules take as long, and recompute each stage for its gradients. They differ in the
-    number of stage inputs that a device stores:
+    Both schedules take as long, and recompute each stage for its gradients. Every device has the
+    `inputs` and, backward, their gradients. The schedules differ in the number of further stage
+    inputs that a device stores:
 
     - "gpipe": M + S - 1 (Huang et al. 2019, "GPipe"); all gradients follow the last loss.
     - "1f1b": 2 S - 1, for any number of microbatches. The gradients of a microbatch follow its
@@ -61,7 +63,7 @@ def pipeline(
         arrays = mesh_axes.vary_alike((params, head, inputs, targets, number))
         params, head, inputs, targets, number = arrays
         _check(stage, params, inputs)
-        line = _Line(stage, loss, axis_name, number, count)
+        line = _Line(stage, loss, axis_name, number, count, inputs)
         of = _gpipe if schedule == "gpipe" else _one_forward_one_backward
         return lax.psum(of(line, params, head, inputs, targets), axis_name) / count
 
@@ -77,12 +79,14 @@ class _Line:
       count: M, number of microbatches.
       is_first: whether this is the first stage.
       is_last: whether this is the last stage.
+      dtype: dtype of losses, at least float32.
     """
 
-    def __init__(self, stage, loss, axis_name, number, count):
+    def __init__(self, stage, loss, axis_name, number, count, inputs):
         self.stage, self.loss, self._axis_name = stage, loss, axis_name
         self.stages, self.number, self.count = lax.axis_size(axis_name), number, count
         self.is_first, self.is_last = number == 0, number == self.stages - 1
+        self.dtype = jnp.promote_types(jnp.result_type(*jax.tree.leaves(inputs)), jnp.float32)
 
     def send(self, tree, step):
         """Passes arrays to the next stage (`step=1`) or to the one before (-1)."""
@@ -93,12 +97,12 @@ class _Line:
         return (0 <= microbatch) & (microbatch < self.count)
 
     def loss_of(self, head, y, target):
-        return self.loss(head, y, target).astype(jnp.float32)
+        return self.loss(head, y, target).astype(self.dtype)
 
 
 def _gpipe(line, params, head, inputs, targets):
     """The sum of the losses on the last device, 0 on the others; gradients by JAX."""
-    no_loss, _ = mesh_axes.vary_alike((jnp.float32(0), line.number))
+    no_loss, _ = mesh_axes.vary_alike((jnp.zeros((), line.dtype), line.number))
 
     @jax.checkpoint
     def step(params, head, x, target, is_due):
@@ -191,7 +195,14 @@ def _with_gradients(line, params, head, inputs, targets):
     sums = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (params, head)
     )
-    start = (stored, first, first, jnp.float32(0), sums, jax.tree.map(jnp.zeros_like, inputs))
+    start = (
+        stored,
+        first,
+        first,
+        jnp.zeros((), line.dtype),
+        sums,
+        jax.tree.map(jnp.zeros_like, inputs),
+    )
     start = mesh_axes.vary_alike((start, line.number))[0]
     steps = jnp.arange(line.count + 2 * (line.stages - 1))
     (*_, total, sums, d_inputs), _ = lax.scan(tick, start, steps)

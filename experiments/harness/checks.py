@@ -96,6 +96,12 @@ def _check_experts(config: Any) -> None:
     require(not config.with_costs, config, "experts", need)
 
 
+def check_no_mesh(config: Any) -> None:
+    """Raises `UserError` if an experiment that trains on one device is given a mesh."""
+    need = "must be left out, as this experiment trains on one device"
+    require(not config.mesh, config, "mesh", need)
+
+
 def check_counts(config: Any, *names: str) -> None:
     """Raises `UserError` unless these options are positive int32 numbers."""
     for name in names:

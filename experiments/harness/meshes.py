@@ -87,8 +87,12 @@ def check(options: Options, task: Task) -> None:
             f"--mesh: data x fsdp x expert, {rows}, must divide --batch / --accumulate, {count}; "
             "choose another --batch"
         )
-    if mesh.shape["expert"] > 1:
-        _must_divide(mesh, "expert", options.experts or 1, "--experts", "choose other --experts")
+    if (devices := mesh.shape["expert"]) > 1 and options.experts is None:
+        raise UserError(
+            f"--mesh: expert={devices} needs --experts, a multiple of {devices}; or use "
+            f"data={devices}"
+        )
+    _must_divide(mesh, "expert", options.experts or 1, "--experts", "choose other --experts")
     (example, *_), _ = task.training(1, options.seeds[0], 0)
     given = {
         "tensor": (options.heads, "--heads", "--heads"),
@@ -99,12 +103,15 @@ def check(options: Options, task: Task) -> None:
 
 
 def check_model(options: Options, build: Callable[[nnx.Rngs], nnx.Module]) -> None:
-    """Raises `ValueError` unless the mesh divides the hidden features of a model."""
+    """Raises `UserError` unless the mesh divides the hidden features of a model."""
     mesh = Devices(checks.mesh_sizes(options.mesh)).mesh
     for _, module in nnx.iter_modules(nnx.eval_shape(lambda: build(nnx.Rngs(0)))):
+        remedy = "pass --no-equal-parameters, or choose another --width"
         if isinstance(module, nn.FeedForward):
-            remedy = "pass --no-equal-parameters, or choose another --width"
             _must_divide(mesh, "tensor", module.up.out_features, "the hidden features", remedy)
+        if isinstance(module, nn.MixtureOfExperts):
+            count = module.up_kernels.shape[-1]
+            _must_divide(mesh, "tensor", count, "the hidden features of experts", remedy)
 
 
 def _must_divide(mesh, axis, count, what, remedy):

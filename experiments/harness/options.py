@@ -50,11 +50,11 @@ class Options(abc.ABC):
     positions: Literal["rotary", "learned", "alibi", "none"] | None = None  # default by mechanism
     norm: Literal["rms", "layer"] = "rms"  # normalisation before each sublayer
     feed_forward: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"  # feed-forward layer
-    experts: int | None = None  # feed-forward layers in place of each, among which tokens choose
+    experts: int | None = None  # number of experts in place of each feed-forward layer
     experts_per_token: int = 2  # experts that each token chooses; 1 is Switch Transformers
     # Slots of an expert, as a multiple of its share of a row's tokens; default no limit.
     expert_capacity: float | None = None
-    shared_experts: int = 0  # further experts, which all tokens have
+    shared_experts: int = 0  # further experts that process every token
     # Give all models equally many parameters, by the width of their feed-forward layers.
     equal_parameters: bool = True
     batch: int = 16  # examples per step

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import traceback
 import zlib
@@ -19,14 +18,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.errors import UserError
-from experiments.harness.watch import Watch, own_address
+from experiments.harness.errors import Stopped, UserError
+from experiments.harness.watch import Watch, end_at_once, on_exit, own_address
 
 # Seconds until the others are sure that a process is gone, and for all to start.
 HEARTBEAT, START = 30, 300
 
 _number = 0
 _count = 1
+_calls = 0
 
 
 def is_first() -> bool:
@@ -73,9 +73,18 @@ def started(text: str, command: str) -> Iterator[None]:
         watch = _watch(host, port + 1)
         jax.distributed.initialize(f"{host}:{port}", _count, _number, **options)
     _leave_signals_to_jax()
-    _check_same(f"{command} with effattn {version('effattn')} and jax {jax.__version__}")
+    identity = f"{command} with effattn {version('effattn')} and jax {jax.__version__}"
+    _check_equal(
+        identity,
+        "--processes: the processes have different options or versions of packages; start all of "
+        f"them alike; this one has {identity}",
+    )
     with _silent_others():
-        yield
+        try:
+            yield
+        except Stopped:  # as all processes have agreed
+            watch.close()
+            raise
     # After an error, the others must not wait for this process.
     watch.close()
 
@@ -129,42 +138,55 @@ def _silent_others() -> Iterator[None]:
 
 @contextmanager
 def own_folder(folder: Path) -> Iterator[Path]:
-    """Yields the folder in the first process, and a copy of it, for a while, in the others."""
+    """Yields the folder in the first process, and a copy of it, for a while, in the others.
+
+    Raises:
+      UserError: the processes see different files.
+    """
     if not are_several():
         yield folder
         return
-    from jax.experimental import multihost_utils
-
     with tempfile.TemporaryDirectory() as scratch:
+        on_exit(lambda: shutil.rmtree(scratch, ignore_errors=True))
         own = folder if is_first() else Path(scratch) / "copy"
         if own != folder and folder.is_dir():
             shutil.copytree(folder, own)
-        multihost_utils.sync_global_devices("every process has the folder")
+        # Also waits until all have their copy.
+        _check_equal(_listed(own), _NOT_SHARED)
         yield own
 
 
-def check_same_step(step: int) -> None:
-    """Raises `UserError` unless all processes resume from the same step."""
-    if not are_several():
-        return
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    steps = np.ravel(multihost_utils.process_allgather(np.int32(step))).tolist()
-    if len({*steps}) > 1:
-        raise UserError(
-            f"--processes: the processes resume from the steps {steps}; give all of them the same "
-            "--output, in a file system that they share"
-        )
+def check_same_run(identity: str, step: int) -> None:
+    """Raises `UserError` unless all processes train the same run from the same step."""
+    if are_several():
+        _check_equal(f"{identity} {step}", _NOT_SHARED)
 
 
-def stops_at(step: int) -> bool:
-    """True in all processes at the same step, soon after one of them received SIGTERM."""
+_NOT_SHARED = (
+    "--processes: the processes see different files in --output; give all of them the same one, in "
+    "a file system that they share"
+)
+
+
+def _listed(folder: Path) -> str:
+    """Paths and sizes of all files of a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return "\n".join(f"{path.relative_to(folder)} {path.stat().st_size}" for path in files)
+
+
+def stops_now() -> bool:
+    """True in all processes at the same call, soon after one of them received SIGTERM.
+
+    All processes make the same calls: one a training step, of all runs.
+    """
+    global _calls
     if not are_several():
         return False
     from jax.experimental import multihost_utils
 
-    return multihost_utils.reached_preemption_sync_point(step)
+    # JAX wants a number that grows, also from run to run.
+    _calls += 1
+    return multihost_utils.reached_preemption_sync_point(_calls)
 
 
 def whole(tree: Any) -> Any:
@@ -177,16 +199,14 @@ def whole(tree: Any) -> Any:
     return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)
 
 
-def _check_same(identity: str) -> None:
+def _check_equal(text: str, sentence: str) -> None:
+    """Raises `UserError` with the sentence unless all processes have the same text."""
     import numpy as np
     from jax.experimental import multihost_utils
 
-    number = np.uint32(zlib.crc32(identity.encode()))
+    number = np.uint32(zlib.crc32(text.encode()))
     if len({*np.ravel(multihost_utils.process_allgather(number)).tolist()}) > 1:
-        raise UserError(
-            "--processes: the processes have different options or versions of packages; start all "
-            f"of them alike; this one has {identity}"
-        )
+        raise UserError(sentence)
 
 
 def _told(text: str) -> str:
@@ -214,8 +234,7 @@ def errors_end() -> Iterator[None]:
 def end() -> None:
     """Ends a process of several after an error: in order, it would wait for the others."""
     if are_several():
-        sys.stderr.flush()
-        os._exit(1)
+        end_at_once()
 
 
 def _leave_signals_to_jax() -> None:

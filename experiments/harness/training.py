@@ -99,7 +99,7 @@ def train(
             step, (params, optimiser_state), at = found
             saved, record, tokens, seconds = step, at["record"], at["tokens"], at["seconds"]
             temporary_bytes = at["temporary_bytes"]
-        processes.check_same_step(step)
+        processes.check_same_run(run.identity, step)
         with (
             progress.begin(run.name, step) as shown,
             Metrics(run.folder / "metrics.jsonl", schedule, step) as metrics,
@@ -107,7 +107,7 @@ def train(
             # Evaluations, checkpoints and compilation do not count as training time.
             started = time.perf_counter() - seconds
             while step < schedule.steps:
-                if progress.stopping or processes.stops_at(step):
+                if progress.stopping or processes.stops_now():
                     log(0)
                     seconds = time.perf_counter() - started
                     # Parameters that diverged must not replace the last good checkpoint.

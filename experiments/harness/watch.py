@@ -12,13 +12,30 @@ import time
 from collections.abc import Callable, Sequence
 
 _GOODBYE = b"."
-LOST = "error: another process of this run ended early; start all processes again to resume"
+LOST = (
+    "error: another process of this run ended early; see its error, then start all processes "
+    "again: they resume from the last checkpoint"
+)
+_last_acts: list[Callable[[], None]] = []
 
 
-def end_of_process() -> None:
-    """Ends this process at once: in order, it would wait for the lost process."""
-    print(LOST, file=sys.stderr, flush=True)
+def on_exit(act: Callable[[], None]) -> None:
+    """Has a function called before `end_at_once` ends the process."""
+    _last_acts.append(act)
+
+
+def end_at_once() -> None:
+    """Ends this process with status 1: in order, it would wait for the others."""
+    for act in _last_acts:
+        act()
+    sys.stderr.flush()
     os._exit(1)
+
+
+def end_after_loss() -> None:
+    """Says that another process has ended, and ends this one."""
+    print(LOST, file=sys.stderr, flush=True)
+    end_at_once()
 
 
 class Watch:
@@ -29,7 +46,7 @@ class Watch:
       lost: is called when another process has ended early.
     """
 
-    def __init__(self, others: Sequence[socket.socket], lost: Callable[[], None] = end_of_process):
+    def __init__(self, others: Sequence[socket.socket], lost: Callable[[], None] = end_after_loss):
         self._others, self._lost = others, lost
         for other in others:
             other.settimeout(None)

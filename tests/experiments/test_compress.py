@@ -72,7 +72,7 @@ def _with_other_layer_whole(model, tokens):
         (["--bits", "4", "4"], "--bits must be 8, 4 or both, each once"),
         (["--fewer-heads", "2"], "--fewer-heads must be numbers from 1 to below the 2 key heads"),
         (["--fewer-heads", "1", "1"], "--fewer-heads must not repeat a number"),
-        (["--bits", "--fewer-heads"], "--bits needs a number"),
+        (["--bits", "--fewer-heads"], "--bits must not be empty together with --fewer-heads"),
         (["--sweep", "0.1"], "--sweep must be left out"),
         (["--recovery-steps", "0"], "--recovery-steps must be at least 1, got 0"),
         (["--recovery-rate", "0"], "--recovery-rate must be positive"),

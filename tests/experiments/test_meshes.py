@@ -42,7 +42,7 @@ def test_the_mesh_is_no_part_of_a_run():
     [
         ("data=3", r"product of the sizes must be the number of devices, 8"),
         ("data=8,tensor=2", r"product of the sizes must be the number of devices, 8"),
-        ("expert=8", r"expert=8 must divide --experts, 1; choose other --experts"),
+        ("expert=8", r"expert=8 needs --experts, a multiple of 8; or use data=8"),
         ("tensor=8", r"tensor=8 must divide --heads, 4; choose another --heads"),
         ("sequence=8", r"sequence=8 must divide the tokens of a training example, 12"),
         ("data=4,fsdp=2", r"data x fsdp x expert, 8, must divide --batch / --accumulate, 4"),

@@ -42,8 +42,8 @@ def test_processes_need_a_mesh(capsys):
 
 
 def test_one_process_is_the_first_and_keeps_its_folder(tmp_path):
-    assert processes.is_first() and not processes.are_several() and not processes.stops_at(3)
-    processes.check_same_step(3)
+    assert processes.is_first() and not processes.are_several() and not processes.stops_now()
+    processes.check_same_run("run", 3)
     with processes.own_folder(tmp_path) as folder:
         assert folder == tmp_path
     assert processes.whole(folder) is folder

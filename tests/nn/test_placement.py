@@ -166,7 +166,34 @@ def test_mixers_run_in_their_form():
                 {"name": name, **options}, is_causal=is_causal
             )
         )
-        assert mixers.form_of(model.blocks[0].mixer) is form, name
+        assert next(iter(mixers.forms_of(model.blocks[0].mixer)), None) is form, name
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        # `pass_states` refuses these calls of functions that it knows.
+        ({"name": "aft_full", "max_length": 16}, {}),
+        ("linear", {"is_causal": False}),
+        # Here no form can divide the heads, the blocks, or the reach of a convolution.
+        ("softmax", {"num_kv_heads": 8}),
+        ({"name": "block_linformer", "block_size": 8, "num_projected": 2}, {}),
+        ("mamba", {}),
+    ],
+    ids=str,
+)
+def test_calls_that_no_form_takes_run_all_the_same(mixer, options):
+    config = nn.TransformerConfig(
+        num_layers=1, mixer=mixer, **CONFIG, **{"num_kv_heads": None, **options}
+    )
+    model = nn.TransformerLM(config, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 64, (2, TOKENS))
+    run = jax.jit(lambda model: model(tokens))
+    expected = run(model)
+    with jax.set_mesh(parallel.make_mesh(sequence=8)):
+        np.testing.assert_allclose(run(model), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.devices

@@ -175,7 +175,7 @@ def _bubble(setting):
 def _trained(setting, device, compiler):
     operations = _operations(setting)
     transfers = traffic.transfers(setting)
-    moving = max((t.size for t in transfers if t.kind.startswith(_MOVING)), default=0.0)
+    moving = max((t.size for t in transfers if _moves(t.kind)), default=0.0)
     used = memory.training(setting, compiler, moving)
     # Weights are read forward, backward and in recomputation; gradients and states are read and
     # written once, as are saved activations.
@@ -196,8 +196,9 @@ def _trained(setting, device, compiler):
     )
 
 
-# Transfers whose data is in buffers beside the activations.
-_MOVING = ("sequence", "stage", "expert")
+def _moves(kind):
+    """True for transfers whose data is in buffers beside the activations."""
+    return kind.startswith(("sequence", "stage", "expert")) and not kind.endswith("gradients")
 
 
 def _decoded(setting, device):

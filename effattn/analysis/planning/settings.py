@@ -147,6 +147,11 @@ def make(
         checks.at_least(f"mesh[{axis!r}]", size, 1, "devices")
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if config.experts is not None:
+        raise ValueError(
+            "model must have no experts in its configuration; give experts=(number, experts of a "
+            "token) in their place"
+        )
     count, chosen = experts
     checks.at_least("experts", count, 1)
     if not 1 <= chosen <= count:
