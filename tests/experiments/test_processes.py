@@ -169,8 +169,9 @@ def test_two_processes_equal_one_and_end_together(tmp_path, folder_of_text):
             assert statuses == [143, 143]
             assert all("stopped; the same command resumes" in error for error in errors)
         else:
-            assert statuses[1 - number] == 1
-            assert errors[1 - number] == watch.LOST
+            # JAX may abort first where the first process is lost, which coordinates all.
+            aborted = number == 0 and statuses[1] == -signal.SIGABRT
+            assert aborted or (statuses[1 - number], errors[1 - number]) == (1, watch.LOST)
         assert Two(folder_of_text, folder, "--mesh", "data=4,tensor=2").ends()[0] == [0, 0]
         assert digest(folder) == digest(whole)
 

@@ -194,7 +194,11 @@ def test_mixers_share_keys(name):
         ("convolution_attention", parallel.pass_states, "got ConvolutionAttention; "),
         ("aft_full", parallel.pass_states, "got attention_free with position_bias"),
         ("mamba", parallel.exchange_channels, "got Mamba; pass_states takes recurrences"),
-        ("lsh", parallel.exchange_heads, "got LSHSelfAttention; it takes any function over heads"),
+        (
+            "lsh",
+            parallel.exchange_heads,
+            "got LSHSelfAttention; pass the function of its mechanism",
+        ),
         ("routing", parallel.exchange_heads, "got RoutingSelfAttention; "),
     ],
 )
