@@ -39,7 +39,7 @@ def form_of(config: TransformerConfig, layer: int, devices: int) -> str:
     """The form that divides the sequence of a layer: the first that its mechanism takes.
 
     Raises:
-      ValueError: the layer's mixer has no form.
+      ValueError: no form takes the attention function of the layer's mixer, or it has none.
     """
     names = [group["name"] for group in config.layer_mixer(layer)]
     # Exact and windowed attention in rings; the others pass states if they can.
@@ -53,7 +53,7 @@ def form_of(config: TransformerConfig, layer: int, devices: int) -> str:
         else:
             return form
     raise ValueError(
-        f"sequence must be 1, because the mixer of {names[0]!r} has no form for a divided "
+        f"sequence must be 1, because plan cannot count the mixer of {names[0]!r} on a divided "
         f"sequence, got {devices}: {reasons[-1]}"
     )
 
