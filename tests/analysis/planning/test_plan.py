@@ -82,7 +82,8 @@ def test_states_that_pass_do_not_depend_on_the_length(mixer):
 
 def test_a_mixer_without_heads_has_no_divided_sequence():
     config = dataclasses.replace(MODEL, mixer="mamba", num_kv_heads=None)
-    with pytest.raises(ValueError, match="sequence must be 1, because the mixer of 'mamba'"):
+    message = "sequence must be 1, because plan cannot count the mixer of 'mamba'"
+    with pytest.raises(ValueError, match=message):
         plan(config, None, 128, {"sequence": 2}, "h100", batch=8)
     with pytest.raises(ValueError, match="tensor must be 1, because the mixer of 'mamba'"):
         plan(config, None, 128, {"tensor": 2}, "h100", batch=8)
