@@ -78,7 +78,7 @@ class Tiles:
                 offset = None
             return Window(tile, lengths, masked, config.left, config.right, offset)
         masked = masked or config.left is not None or config.right is not None
-        return Listed(tile, lengths, masked, x.layout, config.key_tiles)
+        return Listed.of(tile, lengths, masked, x.layout, config.key_tiles)
 
     def full(self, shape, value, dtype=None):
         """Constant array that starts a loop."""

@@ -12,7 +12,7 @@ from jax import lax
 
 from effattn.arrays import reverse_mode
 from effattn.arrays.axes import lead
-from effattn.patterns.layouts import BlockLayout
+from effattn.patterns.layouts import Array, BlockLayout
 
 # A window is read as one slice of keys if it spans at most this many keys for a query tile.
 _WIDEST_BAND = 1024
@@ -271,10 +271,25 @@ class Listed(Walk):
     Attributes:
       layout: the block-sparse layout.
       width: number of key tiles in a step.
+      bounds: the most tiles of a query tile of any head and example, the fewest, and the most
+        partial tiles; int32 `(nq,)` each.
     """
 
     layout: BlockLayout
     width: int
+    bounds: tuple[Array, Array, Array]
+
+    @classmethod
+    def of(cls, tile, lengths, always_masked, layout: BlockLayout, width: int) -> "Listed":
+        """The walk over a layout.
+
+        The bounds are found here, before any loop: in a loop over query tiles each of them would be
+        a collective, if heads or examples are on several devices.
+        """
+        partial = layout.partial_counts.reshape(-1, layout.grid[0])
+        counts = partial + layout.full_counts.reshape(partial.shape)
+        bounds = counts.max(0), counts.min(0), partial.max(0)
+        return cls(tile, lengths, always_masked, layout, width, bounds)
 
     def runs(self, n) -> list[Run]:
         """Steps of query tile n. Steps with partial tiles or unused slots are masked."""
@@ -293,7 +308,8 @@ class Listed(Walk):
         )
         starts = tiles * self.key_tile
         new = jnp.where(slots < counts[..., None], starts, self.lengths[1])
-        steps = -(-counts.max() // width)
+        most, fewest, most_partial = (bound[n] for bound in self.bounds)
+        steps = -(-most // width)
 
         def patch(m, masked):
             start, new_key = (
@@ -304,8 +320,8 @@ class Listed(Walk):
         masked = functools.partial(patch, masked=True)
         if self.always_masked or self.queries_overlap or self.keys_overlap:
             return [(0, steps, masked)]
-        whole = counts.min() // width
-        first = jnp.minimum(-(-partial.max() // width), whole)
+        whole = fewest // width
+        first = jnp.minimum(-(-most_partial // width), whole)
         between = (first, whole, functools.partial(patch, masked=False))
         return [between, _around((0, steps), between, masked)]
 

@@ -1,6 +1,5 @@
 """Machine that an experiment runs on."""
 
-import importlib.metadata
 import os
 import platform
 
@@ -9,8 +8,10 @@ def environment() -> dict[str, str]:
     """Returns machine and versions, for the report."""
     import jax
 
+    import effattn
+
     return {
-        "effattn": importlib.metadata.version("effattn"),
+        "effattn": effattn.__version__,
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "cores": str(cores()),

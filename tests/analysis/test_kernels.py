@@ -134,8 +134,10 @@ def test_interpreted_kernels_must_exist_too():
         effattn.check(("nonsense",))
 
 
-def test_errors_of_arrays_that_are_zero_are_relative_to_the_others():
-    exact = {"output": np.full(4, 2.0), "query": np.zeros(4)}
-    found = {"output": np.full(4, 2.0), "query": np.full(4, 1e-6)}
+def test_errors_of_small_arrays_are_relative_to_the_others():
+    """A gradient of zero is a difference of products as large as the others."""
+    exact = {"output": np.full(4, 2.0), "query": np.zeros(4), "key": np.full(4, 1e-5)}
+    found = {"output": np.full(4, 2.0), "query": np.full(4, 1e-6), "key": np.full(4, 2e-5)}
     errors = kernels._errors(found, exact)
-    assert errors == {"output": 0, "query": pytest.approx(1e-6 / 2e-3)}
+    of_key = pytest.approx(1e-5 / 2e-3)
+    assert errors == {"output": 0, "query": pytest.approx(1e-6 / 2), "key": of_key}

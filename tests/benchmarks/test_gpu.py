@@ -14,7 +14,7 @@ import pytest
 from benchmarks import machine
 from benchmarks.contenders import Contender, in_jax
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import measure, report
+from benchmarks.gpu import measure, partitioned, report
 from benchmarks.gpu.cases import DTYPE, FULL, TINY, cases
 from benchmarks.gpu.contenders import IMPLEMENTATIONS, OURS, PEERS, contenders
 from benchmarks.workloads import only_rows
@@ -372,3 +372,31 @@ def test_the_gradient_of_unchecked_heads_is_zero():
     gradient = jnp.ones((2, 6, 3, 1))
     kept = only_rows(gradient, np.array([1, 4]), slice(1))
     assert np.argwhere(kept[..., 0]).tolist() == [[0, 1, 0], [0, 4, 0]]
+
+
+def test_partitioned_calls_are_timed_beside_direct_ones(tmp_path, capsys):
+    """On a CPU, with tiny arrays; every form of a call computes the same."""
+    assert partitioned.main(["--quick", "--rounds", "1", "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "partitioned.json").read_text())["rows"]
+    forms = {row["form"] for row in rows if row["comparison"] == "causal, bfloat16"}
+    assert forms == {"direct", "compiler's rule", "explicit axes"}
+    assert all(row["seconds"] > 0 and row["ratio"] > 0 for row in rows)
+    assert f"| {rows[0]['comparison']} | forward | direct | " in capsys.readouterr().out
+
+
+def test_each_form_is_partitioned_in_its_way():
+    """The direct program in none; all compute the same."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    operands = [jax.random.normal(key, (1, 64, 2, 16)) for key in keys]
+    function = partitioned.PASSES["forward + backward"](partitioned.MECHANISMS["causal"])
+    found, traced = {}, {}
+    for form, around in partitioned.partitionings().items():
+        program, placed = partitioned.compiled(function, operands, around)
+        found[form] = jax.tree.map(np.asarray, program(*placed))
+        with around():
+            traced[form] = str(jax.make_jaxpr(function)(*placed))
+    ruled = [form for form, text in traced.items() if "effattn_partitioned" in text]
+    mapped = [form for form, text in traced.items() if "shard_map" in text]
+    assert (ruled, mapped) == (["compiler's rule"], ["explicit axes"])
+    jax.tree.map(np.testing.assert_array_equal, found["direct"], found["compiler's rule"])
+    jax.tree.map(np.testing.assert_array_equal, found["direct"], found["explicit axes"])

@@ -124,6 +124,22 @@ def test_explicit_axes(name):
     functions.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_in_xla_heads_with_tiles_of_their_own_need_no_collective(axis_type):
+    """The steps over key tiles are as many as the most of any head, which no device need ask."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(key, (ROWS, 256, 4, SIZE)) for key in keys]
+    attend = functools.partial(effattn.bigbird_attention, block_size=16, is_causal=True)
+    run = with_gradients(attend, implementation="xla")
+    mesh = mesh_of((4, 2), axis_type)
+    with jax.set_mesh(mesh):
+        there = placed(mesh, arrays, BY_HEAD, BY_HEAD)
+        program = run.lower(*there).compile()
+        assert collectives(program) == []
+        got = program(*there)
+    functions.assert_close(got, run(*arrays), 10 * np.finfo(np.float32).eps)
+
+
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_vmap_adds_an_axis_that_is_partitioned_too(name):
     """The mapped axis is that of the devices; keys and values are shared."""

@@ -140,6 +140,17 @@ def copied(finished, tmp_path):
     return [str(output) if part == str(finished.output) else part for part in finished.command]
 
 
+def test_a_table_that_is_written_again_says_how_many_runs_were_made_at_a_time(copied, monkeypatch):
+    """Another machine, which would run more at a time, has run none of them."""
+    (output,) = (Path(part) for part in copied if part.endswith("copy"))
+    path = output / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"at_once": 1}))
+    (output / "summary.md").unlink()
+    monkeypatch.setattr("experiments.harness.machine.runs_at_once", lambda: 3)
+    assert lm.main(copied) == 0
+    assert json.loads(path.read_text())["at_once"] == 1
+
+
 def trained(output, before):
     """Returns the names of the runs whose checkpoints are newer than `before`."""
     return {

@@ -148,7 +148,7 @@ def test_a_layout_names_the_tiles(lengths, tile, width, always_masked):
     blocks[1] = False
     full &= blocks
     layout = BlockLayout.from_block_mask(blocks, full=full, tile=tile, lengths=lengths)
-    met, unmasked = visits(Listed(tile, lengths, always_masked, layout, width))
+    met, unmasked = visits(Listed.of(tile, lengths, always_masked, layout, width))
 
     def spread(blocks):
         return blocks.repeat(tile[0], 0).repeat(tile[1], 1)[: lengths[0], : lengths[1]]
@@ -194,7 +194,7 @@ def test_steps_without_a_mask_hold_full_tiles_of_every_head():
     full = np.array([[[1, 1, 1, 1]], [[0, 1, 1, 1]]], bool)
     tile, lengths = (4, 5), (4, 20)
     layout = BlockLayout.from_block_mask(np.ones_like(full), full=full, tile=tile, lengths=lengths)
-    walk = Listed(tile, lengths, False, layout, 1)
+    walk = Listed.of(tile, lengths, False, layout, 1)
     steps = [patch(m) for low, high, patch in walk.runs(0) for m in range(int(low), int(high))]
     assert len(steps) == 4
     unmasked = [patch for patch in steps if not patch.masked]

@@ -24,6 +24,7 @@ from effattn import dispatch
 from effattn.arrays.combine import combine
 from effattn.dispatch import device
 from effattn.interfaces.paged_attention import Config, Pages
+from effattn.pallas.triton import products
 
 RUNS = 264  # target number of programs: two per multiprocessor of the largest GPUs
 LIMITS = dispatch.Limits(
@@ -87,6 +88,7 @@ def paged(
             sizes=(size, value_size),
             pages_of_run=-(-room // runs),
             quantized=(keys.scales is not None, values.scales is not None),
+            interpreted=interpreted,
         ),
         grid=(batch, key_heads, runs),
         in_specs=[
@@ -128,7 +130,19 @@ def paged(
     return apart(out[..., :value_size]).astype(query.dtype), apart(lse)
 
 
-def _kernel(table, lengths, scale, query, *refs, config, queries, sizes, pages_of_run, quantized):
+def _kernel(
+    table,
+    lengths,
+    scale,
+    query,
+    *refs,
+    config,
+    queries,
+    sizes,
+    pages_of_run,
+    quantized,
+    interpreted,
+):
     """Kernel of one run of pages: writes the output `(R, Hv)` and the log-sum-exp `(R)`."""
     *pools, out, lse = refs
     keys, *key_scales = pools[: 1 + quantized[0]]
@@ -139,7 +153,7 @@ def _kernel(table, lengths, scale, query, *refs, config, queries, sizes, pages_o
     rows, (width, value_width) = tile.shape[0], (tile.shape[1], out.shape[-1])
     # Full float32 products for float32: the default precision rounds to TensorFloat-32.
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else config.precision
-    dot = functools.partial(triton.dot, precision=precision)
+    dot = functools.partial(products.dot, precision=precision, interpreted=interpreted)
     position = length - queries + jnp.arange(rows) % queries
 
     def read(pool, scales, which, present, size, width):

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from effattn.pallas.recurrence import BLOCK, Arrays, How
+from effattn.pallas.triton import products
 
 TILE = 64  # largest number of features, and of values, of a tile of the state
 LEAST = 16  # smallest side of a product on tensor cores
@@ -70,16 +71,8 @@ class Plan:
         return 8 if self.tile == (TILE, TILE) else 4
 
     def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
-        """Returns a matrix product in the precision of `how`.
-
-        A float32 product is three products of TensorFloat-32: each operand is split into its
-        TensorFloat-32 part and the rest. The result is exact to about 2**-22. The interpreter uses
-        float32 directly.
-        """
-        precision: Any = self.how.precision
-        if precision == lax.Precision.HIGHEST and not self.how.interpreted:
-            precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-        return triton.dot(left, right, precision=precision)
+        """Returns a matrix product in the precision of `how`."""
+        return products.dot(left, right, self.how.precision, interpreted=self.how.interpreted)
 
 
 def _tile(size: int) -> int:

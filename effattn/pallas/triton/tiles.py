@@ -17,6 +17,7 @@ from effattn.arrays import mesh_axes
 from effattn.dispatch import device
 from effattn.pallas import block_tiles
 from effattn.pallas.block_tiles import Arrays, At, Plan
+from effattn.pallas.triton import products
 
 LEAST = 16  # smallest side of a product on tensor cores
 STAGES = 2  # tiles in flight: one tile is read while the other tile is multiplied
@@ -37,7 +38,8 @@ class Tile:
         # Full float32 products for float32: the default precision rounds to TensorFloat-32.
         exact = x.query.dtype == jnp.float32
         precision = lax.Precision.HIGHEST if exact else plan.config.precision
-        self.dot = functools.partial(triton.dot, precision=precision)
+        interpreted = plan.config.implementations.interpreted
+        self.dot = functools.partial(products.dot, precision=precision, interpreted=interpreted)
         self.scale = None if x.scale is None else x.scale[0]
 
     def indices(self, n, axis):
