@@ -43,6 +43,7 @@ from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.performer import PerformerSelfAttention
+from effattn.nn.pipelined import PipelinedLM
 from effattn.nn.placement import shardings
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.prune import prune_heads
@@ -107,6 +108,7 @@ __all__ = [
     "MixtureOfExperts",
     "MixtureOfMechanisms",
     "PerformerSelfAttention",
+    "PipelinedLM",
     "RWKV4",
     "RWKV4ChannelMix",
     "RWKV6",

@@ -15,6 +15,7 @@ RULES: Mapping[str, str] = {
     "hidden": "tensor",  # F, of feed-forward layers
     "experts": "expert",  # E, of mixtures of experts
     "vocabulary": "tensor",
+    "stages": "stage",  # S, of a `PipelinedLM`
 }
 
 # Mesh axes of the rows and tokens of activations `(B, T, D)`.
@@ -32,9 +33,10 @@ def shardings(model: Any, mesh: Mesh, rules: Mapping[str, str] = RULES) -> nnx.S
 
     The heads of projections, the hidden features of feed-forward layers and the vocabulary are
     divided among the devices of the axis `tensor` (Shoeybi et al. 2019, "Megatron-LM"), the
-    features of tokens among those of `fsdp` (Rajbhandari et al. 2020, "ZeRO"), and experts among
-    those of `expert` (Lepikhin et al. 2020, "GShard"). An axis that these
-    devices cannot divide evenly, and all other variables, are whole on each device.
+    features of tokens among those of `fsdp` (Rajbhandari et al. 2020, "ZeRO"), experts among those
+    of `expert` (Lepikhin et al. 2020, "GShard"), and the stages of a `PipelinedLM` among those of
+    `stage`. An axis that these devices cannot divide evenly, and all other variables, are whole on
+    each device.
 
         mesh = parallel.make_mesh(fsdp=2, tensor=4)
         state = jax.device_put(nnx.state(model), nn.shardings(model, mesh))

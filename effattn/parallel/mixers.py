@@ -1,7 +1,8 @@
 """Mixers of a model on a mesh whose axis `sequence` divides the tokens."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -32,6 +33,16 @@ def forms_of(mixer: Any) -> list[Callable[..., Any]]:
     return [form for name, form in _FORMS.items() if known & sequence_parts.TAKEN[name]]
 
 
+_in_parts: Any = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def tokens_in_parts() -> Iterator[None]:
+    """Within, inside `jax.shard_map` over `sequence`, mixers get a device's part of the tokens."""
+    with _in_parts(True):
+        yield
+
+
 def divided(mixer: Any, x: jax.Array) -> Callable[..., jax.Array]:
     """Returns the mixer for x `(B, T, D)`, whose tokens devices may hold in parts.
 
@@ -41,6 +52,8 @@ def divided(mixer: Any, x: jax.Array) -> Callable[..., jax.Array]:
     example because the devices cannot divide the tokens or the heads, this is the mixer itself, for
     which the compiler gathers all tokens.
     """
+    if _in_parts.value:
+        return _on_parts(mixer)
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     count = mesh.shape[_SEQUENCE] if types.get(_SEQUENCE) == AxisType.Auto else 1
@@ -73,5 +86,21 @@ def divided(mixer: Any, x: jax.Array) -> Callable[..., jax.Array]:
             except ValueError:  # this form does not take the call
                 continue
         return mixer(x, **padding)
+
+    return run
+
+
+def _on_parts(mixer):
+    """The mixer for a device's part of the tokens, by the first form that takes the call."""
+
+    def run(x: jax.Array, **padding: Any) -> jax.Array:
+        reasons = []
+        for form in forms_of(mixer):
+            try:
+                return form(mixer, _SEQUENCE)(x, **padding)
+            except ValueError as error:
+                reasons.append(str(error))
+        why = "; ".join(dict.fromkeys(reasons)) or "no form of sequence parallelism is known for it"
+        raise ValueError(f"{type(mixer).__name__} cannot be called on parts of the tokens: {why}")
 
     return run

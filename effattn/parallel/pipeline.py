@@ -16,7 +16,12 @@ SCHEDULES = "1f1b", "gpipe"
 
 
 def pipeline(
-    stage: Stage, loss: Loss, axis_name: str, schedule: str = "1f1b"
+    stage: Stage,
+    loss: Loss,
+    axis_name: str,
+    schedule: str = "1f1b",
+    *,
+    lockstep: bool = False,
 ) -> Callable[[Any, Any, Any, Any], jax.Array]:
     """Returns the mean loss of a model whose stages the devices of a mesh axis hold.
 
@@ -41,6 +46,10 @@ def pipeline(
         cross-entropy.
       axis_name: the mesh axis of the stages.
       schedule: "1f1b" or "gpipe".
+      lockstep: whether devices call `stage` and `loss` in every step, and discard results that are
+        not due. Otherwise they wait. It is needed if these functions exchange data with devices of
+        other mesh axes: a collective permutation may wait for all devices of the program. The
+        devices take as long, unless `loss` is slower than a stage.
 
     Returns:
       A function of `params`, those of this device's stage; `head`, the parameters of the loss;
@@ -63,7 +72,7 @@ def pipeline(
         arrays = mesh_axes.vary_alike((params, head, inputs, targets, number))
         params, head, inputs, targets, number = arrays
         _check(stage, params, inputs)
-        line = _Line(stage, loss, axis_name, number, count, inputs)
+        line = _Line(stage, loss, axis_name, number, count, inputs, lockstep)
         of = _gpipe if schedule == "gpipe" else _one_forward_one_backward
         return lax.psum(of(line, params, head, inputs, targets), axis_name) / count
 
@@ -82,8 +91,9 @@ class _Line:
       dtype: dtype of losses, at least float32.
     """
 
-    def __init__(self, stage, loss, axis_name, number, count, inputs):
+    def __init__(self, stage, loss, axis_name, number, count, inputs, lockstep):
         self.stage, self.loss, self._axis_name = stage, loss, axis_name
+        self._lockstep = lockstep
         self.stages, self.number, self.count = lax.axis_size(axis_name), number, count
         self.is_first, self.is_last = number == 0, number == self.stages - 1
         self.dtype = jnp.promote_types(jnp.result_type(*jax.tree.leaves(inputs)), jnp.float32)
@@ -92,6 +102,12 @@ class _Line:
         """Passes arrays to the next stage (`step=1`) or to the one before (-1)."""
         hops = [(at, at + step) for at in range(self.stages) if 0 <= at + step < self.stages]
         return jax.tree.map(lambda x: lax.ppermute(x, self._axis_name, hops), tree)
+
+    def either(self, condition, function, otherwise, *arrays):
+        """`function(*arrays)` if the condition holds, and `otherwise(*arrays)` if not."""
+        if self._lockstep:
+            return _where(condition, function(*arrays), otherwise(*arrays))
+        return lax.cond(condition, function, otherwise, *arrays)
 
     def is_due(self, microbatch):
         return (0 <= microbatch) & (microbatch < self.count)
@@ -106,10 +122,9 @@ def _gpipe(line, params, head, inputs, targets):
 
     @jax.checkpoint
     def step(params, head, x, target, is_due):
-        # Idle devices compute nothing: 0 times the gradient of a stage of zeros may be NaN.
-        y = lax.cond(is_due, line.stage, lambda _, x: x, params, x)
+        y = line.either(is_due, line.stage, lambda _, x: x, params, x)
         ends = is_due & line.is_last
-        return y, lax.cond(ends, line.loss_of, lambda *_: no_loss, head, y, target)
+        return y, line.either(ends, line.loss_of, lambda *_: no_loss, head, y, target)
 
     def tick(x, at):
         microbatch = at - line.number
@@ -117,7 +132,8 @@ def _gpipe(line, params, head, inputs, targets):
         y, found = step(params, head, x, _pick(targets, microbatch), line.is_due(microbatch))
         return line.send(y, 1), found
 
-    start = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
+    # In lockstep, idle devices compute: 0 times the gradient of a stage of zeros may be NaN.
+    start = jax.tree.map(lambda x: x[0], inputs)
     return lax.scan(tick, start, jnp.arange(line.count + line.stages - 1))[1].sum()
 
 
@@ -153,32 +169,31 @@ def _with_gradients(line, params, head, inputs, targets):
         is_due = line.is_due(microbatch)
         stored = _where(is_due, _put(stored, x, microbatch % slots), stored)
         runs = is_due & ~line.is_last
-        return stored, lax.cond(runs, line.stage, lambda _, x: x, params, x)
+        return stored, line.either(runs, line.stage, lambda _, x: x, params, x)
 
     def backward(carry, at):
         stored, d_y, total, sums, d_inputs = carry
         microbatch = at - 2 * (line.stages - 1) + line.number
         x, target = _pick(stored, microbatch % slots), _pick(targets, microbatch)
 
-        def of_last(_):
-            def whole(params, head, x):
-                return line.loss_of(head, line.stage(params, x), target)
+        def of_loss(y, _):
+            value, (d_head, d_y) = jax.value_and_grad(line.loss_of, (0, 1))(head, y, target)
+            return value, d_head, d_y
 
-            return jax.value_and_grad(whole, (0, 1, 2))(params, head, x)
-
-        def of_others(d_y):
-            d_params, d_x = jax.vjp(line.stage, params, x)[1](d_y)
-            no_loss, d_head = jax.tree.map(jnp.zeros_like, (total, head))
-            return no_loss, (d_params, d_head, d_x)
+        def no_loss(_, d_y):
+            return *jax.tree.map(jnp.zeros_like, (total, head)), d_y
 
         def active(d_y):
-            return lax.cond(line.is_last, of_last, of_others, d_y)
+            y, pull_back = jax.vjp(line.stage, params, x)
+            value, d_head, d_y = line.either(line.is_last, of_loss, no_loss, y, d_y)
+            d_params, d_x = pull_back(d_y)
+            return value, (d_params, d_head, d_x)
 
         def idle(_):
             return jax.tree.map(jnp.zeros_like, (total, (params, head, x)))
 
         is_due = line.is_due(microbatch)
-        value, (*found, d_x) = lax.cond(is_due, active, idle, d_y)
+        value, (*found, d_x) = line.either(is_due, active, idle, d_y)
         sums = jax.tree.map(lambda old, new: old + new.astype(old.dtype), sums, tuple(found))
         is_put = is_due & line.is_first
         d_inputs = _where(is_put, _put(d_inputs, d_x, microbatch), d_inputs)
@@ -190,15 +205,15 @@ def _with_gradients(line, params, head, inputs, targets):
         total, sums, d_inputs, d_x = backward((stored, d_y, total, sums, d_inputs), at)
         return (stored, line.send(y, 1), line.send(d_x, -1), total, sums, d_inputs), None
 
-    first = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
-    stored = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), first)
+    first = jax.tree.map(lambda x: x[0], inputs)
+    stored = jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *x.shape)), first)
     sums = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (params, head)
     )
     start = (
         stored,
         first,
-        first,
+        jax.tree.map(jnp.zeros_like, first),
         jnp.zeros((), line.dtype),
         sums,
         jax.tree.map(jnp.zeros_like, inputs),

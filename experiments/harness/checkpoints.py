@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments.harness import processes
+from experiments.harness import processes, stages
 from experiments.harness.errors import UserError
 
 # Orbax logs every save, and every partial checkpoint that it removes.
@@ -62,7 +62,8 @@ class Checkpoints:
     A thread writes a checkpoint, and a killed process leaves a whole one or none.
     The JSON file `<step>/progress/metadata` has a digest (SHA-256) of each array and one of the
     whole state, which is the same for runs that end with the same bits. An array is restored with
-    the sharding of the template, whatever sharding it was saved with.
+    the sharding of the template, whatever sharding it was saved with. A model in stages is saved as
+    one without stages.
 
     Args:
       folder: created if missing.
@@ -77,7 +78,6 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2,
             enable_async_checkpointing=False,
-            cleanup_tmp_directories=True,
             lightweight_initialize=True,
             # Each process of a run has a folder of its own.
             create=False,
@@ -86,6 +86,9 @@ class Checkpoints:
             ),
         )
         folder.mkdir(parents=True, exist_ok=True)
+        # Orbax can do so too, but in a thread that may delete what a later manager writes.
+        for partial in folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(partial, ignore_errors=True)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def __enter__(self) -> "Checkpoints":
@@ -120,7 +123,7 @@ class Checkpoints:
         """
         self.wait()
         leaves = processes.whole(_by_name(state))
-        copies = {name: np.array(leaf) for name, leaf in leaves.items()}
+        copies = stages.apart({name: np.array(leaf) for name, leaf in leaves.items()})
         self._written = _writer.submit(self._write, step, copies, progress)
 
     def wait(self) -> None:
@@ -202,7 +205,8 @@ class Checkpoints:
                 f"the checkpoint {where} was written with another configuration; "
                 "choose another --output, or delete the checkpoint"
             )
-        names, arrays = _by_name(template), content["arrays"]
+        leaves, arrays = _by_name(template), content["arrays"]
+        names = stages.shapes_apart(leaves)
         expected = {
             name: _described(leaf, arrays.get(name, {}).get("sha256"))
             for name, leaf in names.items()
@@ -217,8 +221,9 @@ class Checkpoints:
         for name in names:
             if _sha256(state[name]) != arrays[name]["sha256"]:
                 raise _Damaged(f"the array {name} differs from its digest")
-        leaves = [_placed(state[name], leaf) for name, leaf in names.items()]
-        return jax.tree.unflatten(jax.tree.structure(template), leaves), content["progress"]
+        whole = stages.together(leaves, state)
+        placed = [_placed(whole[name], leaf) for name, leaf in leaves.items()]
+        return jax.tree.unflatten(jax.tree.structure(template), placed), content["progress"]
 
     def _read(self, step: int, **items: Any) -> Any:
         # The error type of Orbax depends on the part of the checkpoint that is damaged.

@@ -11,9 +11,9 @@ from experiments.harness.naming import REFERENCE
 # Step counts and seeds are int32.
 MOST = 2**31 - 1
 
-# Axes of a mesh that training uses: rows; rows and parameters; rows and experts; tokens; heads and
-# hidden features.
-MESH_AXES = "data", "fsdp", "expert", "sequence", "tensor"
+# Axes of a mesh that training uses: layers; rows; rows and parameters; rows and experts; tokens;
+# heads and hidden features.
+MESH_AXES = "stage", "data", "fsdp", "expert", "sequence", "tensor"
 
 # Range of positive normal float32 numbers.
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -180,7 +180,8 @@ def check_mechanisms(config: Any, task: Any) -> dict[str, str]:
             build = models.builder(text, config, task)
             models.check_call(text, build, task)
             if config.mesh:
-                meshes.check_model(config, build)
+                (example, *_), _ = task.training(config.batch // config.accumulate, 0, 0)
+                meshes.check_model(config, build, example)
 
         try:
             check_mechanism("--mechanisms", text, trial)

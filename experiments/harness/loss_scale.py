@@ -33,6 +33,10 @@ class LossScale:
         """Returns the scaled loss."""
         return loss * state[0] if self.dynamic else loss
 
+    def down(self, loss: jax.Array, state: tuple[jax.Array, ...]) -> jax.Array:
+        """Returns the loss of a scaled loss."""
+        return loss / state[0] if self.dynamic else loss
+
     def update(
         self,
         update: Callable[[Any, Any], Any],

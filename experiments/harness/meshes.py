@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from effattn import nn, parallel
 from effattn.arrays import mesh_axes
@@ -38,6 +38,13 @@ class Devices:
     def tracing(self) -> contextlib.AbstractContextManager[Any]:
         """Context that sets the mesh for code that is traced within."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def in_stages(self, build: Callable[[nnx.Rngs], Any]) -> Callable[[nnx.Rngs], Any]:
+        """The function that builds the model in the stages of the mesh, if it has several."""
+        stages = 1 if self.mesh is None else self.mesh.shape["stage"]
+        if stages == 1:
+            return build
+        return lambda rngs: nn.PipelinedLM(build(rngs), stages)
 
     def everywhere(self) -> NamedSharding | None:
         """The sharding of an array that each device has; None without a mesh."""
@@ -92,6 +99,8 @@ def check(options: Options, task: Task) -> None:
             f"--mesh: expert={devices} needs --experts, a multiple of {devices}; or use "
             f"data={devices}"
         )
+    if mesh.shape["stage"] > 1:
+        _check_stages(mesh, options, task)
     _must_divide(mesh, "expert", options.experts or 1, "--experts", "choose other --experts")
     (example, *_), _ = task.training(1, options.seeds[0], 0)
     given = {
@@ -102,9 +111,46 @@ def check(options: Options, task: Task) -> None:
         _must_divide(mesh, axis, count, what, f"choose another {remedy}")
 
 
-def check_model(options: Options, build: Callable[[nnx.Rngs], nnx.Module]) -> None:
-    """Raises `UserError` unless the mesh divides the hidden features of a model."""
-    mesh = Devices(checks.mesh_sizes(options.mesh)).mesh
+def _check_stages(mesh: Mesh, options: Options, task: Task) -> None:
+    stages = f"--mesh: stage={mesh.shape['stage']}"
+    if task.model != "language_model":
+        kind = task.model.replace("_", " ")
+        raise UserError(f"{stages} divides the layers of language models; this task has a {kind}")
+    if options.with_costs:
+        raise UserError(f"{stages} has no costs of mechanisms; leave it out of this experiment")
+    if options.redraw:
+        raise UserError(f"{stages} does not redraw random features; leave out --redraw")
+    if options.experts and mesh.shape["sequence"] > 1:
+        raise UserError(f"{stages} with sequence has no experts; leave out --experts")
+    _must_divide(mesh, "stage", options.layers, "--layers", "choose another --layers")
+
+
+def check_model(
+    options: Options, build: Callable[[nnx.Rngs], nnx.Module], example: np.ndarray
+) -> None:
+    """Raises an error unless the mesh divides a model.
+
+    Args:
+      options: the options.
+      build: builds the model.
+      example: tokens of training examples, `(B, T)`.
+
+    Raises:
+      UserError: the mesh does not divide the hidden features.
+      ValueError: the model cannot be divided in stages.
+    """
+    devices = Devices(checks.mesh_sizes(options.mesh))
+    mesh = devices.mesh
+    assert mesh is not None
+    if mesh.shape["stage"] > 1:
+        tokens = example[None]
+
+        def staged() -> jax.Array:
+            model = devices.in_stages(build)(nnx.Rngs(0))
+            return model.pipelined_loss(tokens, tokens, lambda logits, _: logits.sum())
+
+        with devices.tracing():
+            nnx.eval_shape(staged)
     for _, module in nnx.iter_modules(nnx.eval_shape(lambda: build(nnx.Rngs(0)))):
         remedy = "pass --no-equal-parameters, or choose another --width"
         if isinstance(module, nn.FeedForward):

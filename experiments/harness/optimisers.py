@@ -55,17 +55,18 @@ def _muon_axes(params: Any) -> Any:
     """Returns the input and output axes of each kernel; None for parameters that are no kernels.
 
     Projections to heads are `(D, N, H)`. Projections from heads, named `out`, are `(N, H, D)`. The
-    kernels of several experts are `(E, D, F)`, each a matrix of its own.
+    kernels of several experts are `(E, D, F)`, each a matrix of its own. The arrays of stages have
+    one axis more in front, of the stages.
     """
 
     def axes(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        *_, parent, name = (getattr(key, "key", None) for key in path)
-        if name in ("gate_kernels", "up_kernels", "down_kernels"):
-            return optax.contrib.MuonDimensionNumbers((1,), (2,))
-        if name != "kernel":
+        keys = [getattr(key, "key", None) for key in path]
+        numbers = tuple(range("stages" in keys, leaf.ndim))
+        if keys[-1] in ("gate_kernels", "up_kernels", "down_kernels"):
+            return optax.contrib.MuonDimensionNumbers(numbers[1:2], numbers[2:])
+        if keys[-1] != "kernel":
             return None
-        inputs = leaf.ndim - 1 if parent == "out" else 1
-        numbers = tuple(range(leaf.ndim))
+        inputs = len(numbers) - 1 if keys[-2] == "out" else 1
         return optax.contrib.MuonDimensionNumbers(numbers[:inputs], numbers[inputs:])
 
     return jax.tree_util.tree_map_with_path(axes, params)

@@ -74,8 +74,9 @@ class Options(abc.ABC):
     # Steps between evaluations, each of which writes a checkpoint; default steps / 8.
     evaluate_every: int | None = None
     # Devices by axis, such as data=2,tensor=4: data, fsdp and expert divide the batch, fsdp the
-    # parameters, expert the experts, tensor heads and hidden features, sequence the tokens; -1 is
-    # all that are left. Default: one.
+    # parameters, expert the experts, tensor heads and hidden features, sequence the tokens, and
+    # stage the layers, which the --accumulate microbatches pass; -1 is all that are left. Default:
+    # one.
     mesh: str = ""
     # Processes of the run, with --mesh: auto on Slurm, Kubernetes and others, or
     # ADDRESS:PORT,INDEX,COUNT with the address of the first process.

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from effattn.nn import Centroids, MixtureOfExperts
+from effattn.nn import Centroids, MixtureOfExperts, RoutingStats
 from experiments.harness.loss_scale import LossScale
 from experiments.harness.meshes import ONE, Devices
 from experiments.harness.schedules import Schedule
@@ -113,10 +113,10 @@ class Programs:
         with_costs: bool = False,
         devices: Devices = ONE,
     ):
-        self._build, self._optimiser = build, optimiser
+        self._build, self._optimiser = devices.in_stages(build), optimiser
         self._with_costs = with_costs
         self._scale = LossScale(dynamic=precision == "float16")
-        model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
         self._graph = nnx.split(model, *_GROUPS)[0]
         modules = [module for _, module in nnx.iter_modules(model)]
         self.has_experts = any(isinstance(module, MixtureOfExperts) for module in modules)
@@ -161,30 +161,21 @@ class Programs:
     def _scores(self, params: Params, batch: Batch) -> tuple[Scores, Any]:
         """Scores, and the further losses of training."""
         logits, others = self._logits(self.model(params), batch)
-        counts = batch.targets != NOTHING
-        targets = jnp.maximum(batch.targets, 0)
-        nats = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), targets
-        )
-        right = (logits.argmax(-1) == targets) & counts
-        return Scores(jnp.where(counts, nats, 0), right), others
+        right = (logits.argmax(-1) == batch.targets) & (batch.targets != NOTHING)
+        return Scores(_nats(logits, batch.targets), right), others
 
     def _logits(self, model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Logits, and the sum of further losses: those of experts, or the mean cost of a token."""
         if self.has_experts:
             logits, routing = model.with_routing(*batch.inputs)
-            others = [
-                LOAD_BALANCING * stats.load_balancing_loss + ROUTER_Z * stats.router_z_loss
-                for stats in routing
-            ]
-            return logits, jnp.stack(others).sum()
+            return logits, jnp.stack([*map(_of_experts, routing)]).sum()
         if self._with_costs:
             logits, costs = model.with_costs(*batch.inputs)
             return logits, costs.mean()
         return model(*batch.inputs), jnp.zeros(())
 
-    def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
-        trained, (state, scale) = params["trained"], state
+    def _in_turn(self, params: Params, scale: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        """The loss, and the gradients of the scaled loss: one microbatch after the other."""
         count = (batch.targets != NOTHING).sum()
 
         def scaled_loss(trained, microbatch):
@@ -194,12 +185,37 @@ class Programs:
 
         def add(total, microbatch):
             (_, loss), gradients = jax.value_and_grad(scaled_loss, has_aux=True)(
-                trained, microbatch
+                params["trained"], microbatch
             )
             return jax.tree.map(jnp.add, total, (loss, gradients)), None
 
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained))
-        (loss, gradients), _ = jax.lax.scan(add, zero, batch)
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params["trained"]))
+        return jax.lax.scan(add, zero, batch)[0]
+
+    def _in_stages(self, params: Params, scale: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        """As `_in_turn`, with the microbatches in the stages of a `PipelinedLM`."""
+        count = (batch.targets != NOTHING).sum()
+
+        def scaled(logits, targets):
+            return self._scale.up(_nats(logits, targets).sum() / count, scale)
+
+        def of_experts(stats):
+            return self._scale.up(_of_experts(stats) / len(batch.targets), scale)
+
+        def scaled_loss(trained):
+            model = self.model({**params, "trained": trained})
+            routing_loss = of_experts if self.has_experts else None
+            return model.pipelined_loss(
+                *batch.inputs, batch.targets, scaled, routing_loss=routing_loss
+            )
+
+        loss, gradients = jax.value_and_grad(scaled_loss)(params["trained"])
+        return self._scale.down(loss, scale), gradients
+
+    def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
+        trained, (state, scale) = params["trained"], state
+        differentiated = self._in_stages if hasattr(self.model(params), "stages") else self._in_turn
+        loss, gradients = differentiated(params, scale, batch)
 
         def update(gradients, state):
             updates, state = self._optimiser.update(gradients, state, trained)
@@ -235,6 +251,18 @@ class Programs:
         except NotImplementedError:
             return None
         return _total(state, lambda leaf: leaf.size * np.dtype(leaf.dtype).itemsize)
+
+
+def _nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The cross-entropy of each target, 0 where there is none."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    nats = optax.softmax_cross_entropy_with_integer_labels(wide, jnp.maximum(targets, 0))
+    return jnp.where(targets != NOTHING, nats, 0)
+
+
+def _of_experts(stats: RoutingStats) -> jax.Array:
+    """The losses of the experts of a layer."""
+    return LOAD_BALANCING * stats.load_balancing_loss + ROUTER_Z * stats.router_z_loss
 
 
 _GROUPS: tuple[Any, ...] = (nnx.Param, Centroids, ...)

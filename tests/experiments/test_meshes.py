@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.harness import checks, meshes, models, training
+from experiments.harness import checkpoints, checks, meshes, models, stages, training
 from experiments.harness.errors import UserError
 from experiments.harness.optimisers import make_optimiser
 from experiments.harness.programs import Programs
@@ -59,7 +59,38 @@ def test_a_mesh_must_divide_the_hidden_features():
     options = dataclasses.replace(OPTIONS, mesh="data=2,tensor=4", equal_parameters=True)
     message = "tensor=4 must divide the hidden features, .*; pass --no-equal-parameters"
     with pytest.raises(UserError, match=message):
-        meshes.check_model(options, models.builder("synthesizer", options, TASK))
+        build = models.builder("synthesizer", options, TASK)
+        meshes.check_model(options, build, np.zeros((8, 12), np.int32))
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 3}, "stage=2 must divide --layers, 3; choose another --layers"),
+        ({"redraw": 2}, "stage=2 does not redraw random features; leave out --redraw"),
+        ({"experts": 4, "mesh": "stage=2,sequence=4"}, "with sequence has no experts; leave out"),
+    ],
+)
+def test_stages_must_fit_the_options(changes, message):
+    options = dataclasses.replace(OPTIONS, **{"mesh": "stage=2,data=4", **changes})
+    with pytest.raises(UserError, match=message):
+        meshes.check(options, TASK)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    ("mechanism", "mesh", "message"),
+    [
+        ("softmax/linear", "stage=2,data=4", "layer 1 is built differently from layer 0"),
+        ("lsh", "stage=2,sequence=4", "LSHSelfAttention cannot be called on parts of the tokens"),
+    ],
+)
+def test_models_must_fit_the_stages(mechanism, mesh, message):
+    options = dataclasses.replace(OPTIONS, mesh=mesh)
+    build = models.builder(mechanism, options, TASK)
+    with pytest.raises(ValueError, match=message):
+        meshes.check_model(options, build, np.zeros((8, 12), np.int32))
 
 
 def trained(folder, steps, mesh=None, **changes):
@@ -72,7 +103,8 @@ def trained(folder, steps, mesh=None, **changes):
     lines = Lines()
     run = training.Run("linear", folder, "identity", seed=1, learning_rate=0.01)
     params, record = training.train(run, schedule, programs, TASK, lines)
-    return lines.losses, jax.tree.map(np.asarray, params), record["loss"]
+    arrays = stages.apart(checkpoints._by_name(jax.tree.map(np.asarray, params)))
+    return lines.losses, arrays, record["loss"]
 
 
 @pytest.mark.devices
@@ -90,6 +122,28 @@ def test_training_on_a_mesh_equals_that_on_one_device(tmp_path, changes):
         np.testing.assert_allclose(found, expected, rtol=error)
         for x, y in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
             np.testing.assert_allclose(x, y, rtol=10 * error, atol=10 * error)
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ("stage=2,data=4", {"accumulate": 4}),
+        ("stage=2,fsdp=2,tensor=2", {"accumulate": 2, "remat": True}),
+        ("stage=2,sequence=2,tensor=2", {"accumulate": 2, "precision": "float16"}),
+        ("stage=2,expert=2,data=2", {"accumulate": 2, "experts": 4}),
+    ],
+    ids=str,
+)
+def test_training_in_stages_equals_that_on_one_device(tmp_path, mesh, changes):
+    expected, params, loss = trained(tmp_path / "one", 6, **changes)
+    found, others, same = trained(tmp_path / "mesh", 6, mesh, **changes)
+    error = 1e-3 if "precision" in changes else 1e-5
+    np.testing.assert_allclose([*found, same], [*expected, loss], rtol=error)
+    assert others.keys() == params.keys()
+    for name, array in params.items():
+        np.testing.assert_allclose(others[name], array, rtol=10 * error, atol=10 * error)
 
 
 @pytest.mark.devices
@@ -113,7 +167,8 @@ def test_a_run_resumes_on_another_mesh(tmp_path):
     np.testing.assert_allclose(found, expected[3:], rtol=1e-5)
     for x, y in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
-    # Also from a mesh to one device.
-    trained(tmp_path / "back", 3, "data=8")
-    found, *_ = trained(tmp_path / "back", 6)
-    np.testing.assert_allclose(found, expected[3:], rtol=1e-5)
+    # Also from a mesh with stages to one device, and to stages.
+    trained(tmp_path / "back", 2, "stage=2,data=4")
+    trained(tmp_path / "back", 4)
+    found, *_ = trained(tmp_path / "back", 6, "stage=2,tensor=4")
+    np.testing.assert_allclose(found, expected[4:], rtol=1e-5)

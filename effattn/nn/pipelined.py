@@ -1,0 +1,221 @@
+"""Language model whose layers are divided among the devices of a mesh axis."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from effattn.arrays import mesh_axes
+from effattn.cores.experts import RoutingStats
+from effattn.nn.experts import MixtureOfExperts
+from effattn.nn.language_model import TransformerLM
+from effattn.nn.placement import ACTIVATIONS, RULES, shardings
+from effattn.nn.routing import Centroids
+from effattn.nn.tokens import token_ids
+from effattn.parallel.mixers import tokens_in_parts
+from effattn.parallel.pipeline import pipeline
+
+STAGE, SEQUENCE = "stage", "sequence"
+
+
+class PipelinedLM(TransformerLM):
+    """Language model in S stages of as many layers, for the mesh axis `stage`.
+
+    The variables of the layers are stacked: those of layer s L/S + i, in stage s, are entry s of
+    the arrays of `stages[i]`. `nn.shardings` places each entry on the devices of its stage.
+    `pipelined_loss` passes microbatches through the stages (Huang et al. 2019, "GPipe"). All
+    methods of `TransformerLM` work too, and gather one layer after the other.
+
+    Args:
+      model: a model; the new one takes over its variables.
+      stages: S, a divisor of the number of layers L.
+
+    Raises:
+      ValueError: S does not divide L, layers of different stages differ in more than their
+        arrays, or the model has centroids (`RoutingSelfAttention`).
+    """
+
+    def __init__(self, model: TransformerLM, stages: int):
+        # Not that of `TransformerLM`, which makes new variables.
+        self.config = model.config
+        self.embed, self.positions = model.embed, model.positions
+        self.norm, self.head = model.norm, model.head
+        layers = list(model.blocks)
+        if stages < 1 or len(layers) % stages:
+            raise ValueError(
+                f"stages must divide the number of layers, {len(layers)}, got {stages}"
+            )
+        if jax.tree.leaves(nnx.state(model, Centroids)):
+            raise ValueError("a model with centroids cannot be divided in stages")
+        self.stages = nnx.List(
+            [_stacked(layers, first, stages) for first in range(len(layers) // stages)]
+        )
+
+    @property
+    def blocks(self) -> list[Any]:  # type: ignore[override]
+        """The layers, each with its own variables."""
+        count = len(jax.tree.leaves(nnx.state(self.stages[0]))[0])
+        return [_entry(block, stage) for stage in range(count) for block in self.stages]
+
+    def pipelined_loss(
+        self,
+        tokens: jax.Array,
+        targets: Any,
+        loss: Callable[[jax.Array, Any], jax.Array],
+        *,
+        schedule: str = "1f1b",
+        routing_loss: Callable[[RoutingStats], jax.Array] | None = None,
+    ) -> jax.Array:
+        """Returns the sum of the losses of M microbatches, which pass the stages one after another.
+
+        Call it in a mesh with an axis `stage` that is set by `jax.set_mesh`. The `nnx.Param`s have
+        gradients; there is no dropout. `effattn.parallel.pipeline` explains the schedules. Within a
+        stage, other axes of the mesh divide rows, tokens, heads and features as in `TransformerLM`.
+
+        Args:
+          tokens: `(M, B, T)` int.
+          targets: arrays `(M, B, T, ...)`.
+          loss: `(logits (B, T, V), target (B, T, ...)) -> ()`, a sum over rows and tokens. With an
+            axis `sequence`, a device calls it with its part of the tokens.
+          schedule: "1f1b" or "gpipe".
+          routing_loss: loss of the statistics of a layer's experts, which is added for each
+            microbatch; without it these losses are left out.
+
+        Raises:
+          ValueError: the axis `stage` of the mesh has another size than the number of stages, or
+            there is no such axis; an axis `sequence` that does not divide the tokens, or with
+            experts; or a mixer that cannot be called on parts of the tokens.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        graph, (trained, others) = _split(self.stages)
+        stages = len(jax.tree.leaves(trained)[0])
+        if mesh.shape.get(STAGE) != stages:
+            raise ValueError(
+                f"the mesh must have an axis {STAGE!r} of size {stages}, the number of stages; set "
+                f"it by jax.set_mesh. Its axes are {dict(mesh.shape) or 'none'}"
+            )
+        count, batch, time = tokens.shape
+        parts = mesh.shape.get(SEQUENCE, 1)
+        self._check_parts(parts, time)
+        end_graph, (end_trained, end_others) = _split(self._end())
+        # Gathered once a step along `fsdp`, and not once for each microbatch.
+        trained, end_trained = (_gathered(each, mesh) for each in (trained, end_trained))
+        positions = jnp.broadcast_to(jnp.arange(time), (batch, time))
+        x = jax.vmap(lambda rows: self._embed(token_ids(rows), positions, None))(tokens)
+        x = mesh_axes.constrained(x, ((), *ACTIVATIONS))
+
+        def run(trained, others, end_trained, end_others, x, targets):
+            own, fixed = jax.tree.map(lambda leaf: leaf[0], (trained, others))
+
+            def stage(own, carry):
+                x, more = carry
+                for block in nnx.merge(graph, own, fixed):
+                    x = mesh_axes.constrained(x, ACTIVATIONS)
+                    x, routing = self._block(block, x, None, None, None)
+                    if routing_loss is not None:
+                        more = more + sum(map(routing_loss, routing))
+                return x, more
+
+            def end(end_trained, carry, target):
+                (x, more), model = carry, nnx.merge(end_graph, end_trained, end_others)
+                # Whole along the vocabulary: XLA fails for a gather along a divided axis here.
+                logits = mesh_axes.constrained(model._logits(model.norm(x)), ACTIVATIONS)
+                return loss(logits, target) + more
+
+            # Losses of experts so far; each part of the tokens has its own.
+            more = mesh_axes.vary_like(x, jnp.zeros(count))
+            lockstep = mesh.size > stages
+            passed = pipeline(stage, end, STAGE, schedule, lockstep=lockstep)
+            total = count * passed(own, end_trained, (x, more), targets)
+            return lax.psum(total, SEQUENCE) if parts > 1 else total
+
+        divided, whole = PartitionSpec(STAGE), PartitionSpec()
+        # A mixer cannot begin a `jax.shard_map` over `sequence` in one over `stage`: JAX does not
+        # lower the gradients.
+        of_tokens = PartitionSpec(None, None, SEQUENCE) if parts > 1 else whole
+        with tokens_in_parts() if parts > 1 else contextlib.nullcontext():
+            return jax.shard_map(
+                run,
+                in_specs=(divided, divided, whole, whole, of_tokens, of_tokens),
+                out_specs=whole,
+                axis_names={STAGE, SEQUENCE} if parts > 1 else {STAGE},
+            )(trained, others, end_trained, end_others, x, targets)
+
+    def _check_parts(self, parts, time):
+        """Raises `ValueError` unless `parts` devices can have the tokens in parts."""
+        if parts == 1:
+            return
+        if time % parts:
+            raise ValueError(
+                f"the axis {SEQUENCE!r} of the mesh, {parts}, must divide the tokens, {time}"
+            )
+        if any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.stages):
+            raise ValueError(
+                f"a model with experts and stages needs a mesh without an axis {SEQUENCE!r}, got "
+                f"size {parts}: experts choose among all tokens"
+            )
+
+    def _end(self) -> "PipelinedLM":
+        """The final norm and the output projection, with tied embeddings if it has them."""
+        model: Any = nnx.clone(self)
+        model.stages, model.positions = nnx.List([]), None
+        if model.head is not None:
+            model.embed = None
+        return model
+
+
+def _split(module):
+    """The structure of a module, and the states of its parameters and of its other variables."""
+    graph, *states = nnx.split(module, nnx.Param, ...)
+    return graph, states
+
+
+def _stacked(layers, first, stages):
+    """The layers of all stages at place `first`, as one module whose arrays have an axis more."""
+    chosen = layers[first :: len(layers) // stages]
+    graphs, states = zip(*map(nnx.split, chosen), strict=True)
+    for number, graph in enumerate(graphs[1:], 1):
+        if graph != graphs[0]:
+            other = first + number * len(layers) // stages
+            raise ValueError(
+                f"the stages must have the same layers, but layer {other} is built differently "
+                f"from layer {first}; choose mechanisms that repeat in each of the {stages} stages"
+            )
+
+    def stacked(*variables):
+        names = variables[0].get_metadata().get("out_sharding")
+        value = jnp.stack([variable.get_value() for variable in variables])
+        return variables[0].replace(value, out_sharding=("stages", *(names or ())))
+
+    return nnx.merge(graphs[0], jax.tree.map(stacked, *states, is_leaf=_is_variable))
+
+
+def _gathered(state, mesh):
+    """The parameters, divided by all axes of `RULES` but `fsdp`."""
+    rules = {name: axis for name, axis in RULES.items() if axis != "fsdp"}
+
+    def of(variable, place):
+        value = lax.with_sharding_constraint(variable.get_value(), place.get_value())
+        return variable.replace(value)
+
+    return jax.tree.map(of, state, shardings(state, mesh, rules), is_leaf=_is_variable)
+
+
+def _entry(block, stage):
+    """The layer of one stage."""
+    graph, state = nnx.split(block)
+
+    def of(variable):
+        names = variable.get_metadata()["out_sharding"][1:]
+        return variable.replace(variable.get_value()[stage], out_sharding=names or None)
+
+    return nnx.merge(graph, jax.tree.map(of, state, is_leaf=_is_variable))
+
+
+def _is_variable(leaf):
+    return isinstance(leaf, nnx.Variable)
