@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from effattn.arrays import mesh_axes
 from effattn.cores.experts import RoutingStats
@@ -87,21 +87,16 @@ class PipelinedLM(TransformerLM):
             microbatch; without it these losses are left out.
 
         Raises:
-          ValueError: the axis `stage` of the mesh has another size than the number of stages, or
-            there is no such axis; an axis `sequence` that does not divide the tokens, or with
-            experts; or a mixer that cannot be called on parts of the tokens.
+          ValueError: the mesh has no automatic axis `stage` with the number of stages as its size,
+            or an axis `sequence` that does not divide the tokens, or that a model with experts or
+            a mixer without a form of its own does not take.
         """
         mesh = jax.sharding.get_abstract_mesh()
         graph, (trained, others) = _split(self.stages)
         stages = len(jax.tree.leaves(trained)[0])
-        if mesh.shape.get(STAGE) != stages:
-            raise ValueError(
-                f"the mesh must have an axis {STAGE!r} of size {stages}, the number of stages; set "
-                f"it by jax.set_mesh. Its axes are {dict(mesh.shape) or 'none'}"
-            )
         count, batch, time = tokens.shape
         parts = mesh.shape.get(SEQUENCE, 1)
-        self._check_parts(parts, time)
+        self._check_mesh(mesh, stages, parts, time)
         end_graph, (end_trained, end_others) = _split(self._end())
         # Gathered once a step along `fsdp`, and not once for each microbatch.
         trained, end_trained = (_gathered(each, mesh) for each in (trained, end_trained))
@@ -146,8 +141,15 @@ class PipelinedLM(TransformerLM):
                 axis_names={STAGE, SEQUENCE} if parts > 1 else {STAGE},
             )(trained, others, end_trained, end_others, x, targets)
 
-    def _check_parts(self, parts, time):
-        """Raises `ValueError` unless `parts` devices can have the tokens in parts."""
+    def _check_mesh(self, mesh, stages, parts, time):
+        """Raises `ValueError` unless the mesh fits the stages, and divides the tokens in parts."""
+        if mesh.shape.get(STAGE) != stages:
+            raise ValueError(
+                f"the mesh must have an axis {STAGE!r} of size {stages}, the number of stages; set "
+                f"it by jax.set_mesh. Its axes are {dict(mesh.shape) or 'none'}"
+            )
+        if {*mesh.axis_types} != {AxisType.Auto}:
+            raise ValueError("the axes of the mesh must be automatic (jax.sharding.AxisType.Auto)")
         if parts == 1:
             return
         if time % parts:

@@ -183,7 +183,7 @@ def evaluate(
 def expert_loads(
     programs: Programs, params: Params, batch: Batch, schedule: Schedule
 ) -> dict[str, Any]:
-    """Returns the load of the experts of each layer on a batch; nothing for other models.
+    """Returns the load of each layer's experts on a batch's microbatches; nothing without experts.
 
     Returns:
       "expert_load", `(L, E)`, the share of the choices that fall on each expert; and
@@ -191,7 +191,11 @@ def expert_loads(
     """
     if not programs.has_experts:
         return {}
-    loads = programs.load(params, in_parts(batch, schedule.batch // schedule.accumulate))
+    # Of whole microbatches only: examples that fill up the last one would count twice.
+    count = len(batch.targets)
+    size = min(schedule.batch // schedule.accumulate, count)
+    whole = jax.tree.map(lambda x: x[: count - count % size], batch)
+    loads = programs.load(params, in_parts(whole, size))
     load, dropped = (np.asarray(each, float).tolist() for each in loads)
     return {"expert_load": load, "expert_dropped": dropped}
 

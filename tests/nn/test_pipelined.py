@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from effattn import nn, parallel
 from tests.laws.sharding import collectives
@@ -181,6 +181,14 @@ def test_meshes_that_do_not_fit_are_refused(sizes, changes, message):
     _, staged = models(**changes)
     with pytest.raises(ValueError, match=message):
         on_stages(staged, sizes)
+
+
+@pytest.mark.devices
+def test_explicit_axes_are_refused():
+    _, staged = models()
+    mesh = parallel.make_mesh(stage=2, data=4, axis_type=AxisType.Explicit)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="must be automatic"):
+        staged.pipelined_loss(*drawn(), loss)
 
 
 @pytest.mark.devices
