@@ -191,7 +191,7 @@ def expert_loads(
     """
     if not programs.has_experts:
         return {}
-    # Of whole microbatches only: examples that fill up the last one would count twice.
+    # Whole microbatches only: examples that fill up the last one would count twice.
     count = len(batch.targets)
     size = min(schedule.batch // schedule.accumulate, count)
     whole = jax.tree.map(lambda x: x[: count - count % size], batch)
