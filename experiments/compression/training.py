@@ -107,9 +107,15 @@ def first_heads(config: "Config", fewer: int) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Compression(Trainer):
-    """Training of the original and of the compressed forms, for each seed."""
+    """Training of the original and of the compressed forms, for each seed.
+
+    Attributes:
+      costs_in_training: costs of the heads on text that the model was not trained on, by seed. All
+        forms with fewer heads share them.
+    """
 
     config: "Config"  # type: ignore[assignment]
+    costs_in_training: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def train_all(self) -> list[Record]:
         """Returns the results of the originals, and of the forms that start from them."""
@@ -157,9 +163,11 @@ class Compression(Trainer):
         kept = first_heads(config, fewer)
 
         def keep(seed: int) -> list[list[int]]:
-            # The step after the last one: text that the model was not trained on.
-            batch = self.task.training(config.batch, seed, config.steps)
-            costs = self._costs(seed, "training", batch)
+            if seed not in self.costs_in_training:
+                # The step after the last one: text that the model was not trained on.
+                batch = self.task.training(config.batch, seed, config.steps)
+                self.costs_in_training[seed] = self._costs(seed, "training", batch)
+            costs = self.costs_in_training[seed]
             return [sorted(np.argsort(layer)[fewer:].tolist()) for layer in costs]
 
         def prune(model: Any, rngs: nnx.Rngs) -> Any:
