@@ -50,7 +50,7 @@ class Devices:
         """The sharding of an array that each device has; None without a mesh."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
-    def of_training(
+    def training_shardings(
         self, model: nnx.Module, groups: Callable[[Any], Any], params: Any, state: Any
     ) -> tuple[Any, Any]:
         """The shardings of the parameters and of the optimiser's state; None without a mesh.
@@ -80,7 +80,7 @@ class Devices:
         return jax.tree.map(place, batch)
 
 
-ONE = Devices()
+ONE_DEVICE = Devices()
 
 
 def check(options: Options, task: Task) -> None:

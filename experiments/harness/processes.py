@@ -120,9 +120,9 @@ def _watch(host: str, port: int) -> Watch:
 def _watch_of_cluster() -> Watch:
     if is_first():
         server = socket.create_server(("", 0))
-        _told(f"{own_address()}:{server.getsockname()[1]}")
+        _from_the_first(f"{own_address()}:{server.getsockname()[1]}")
         return Watch.of_first(server, _count, START)
-    host, _, port = _told("").rpartition(":")
+    host, _, port = _from_the_first("").rpartition(":")
     return Watch.of_other(host, int(port), START)
 
 
@@ -209,7 +209,7 @@ def _check_equal(text: str, sentence: str) -> None:
         raise UserError(sentence)
 
 
-def _told(text: str) -> str:
+def _from_the_first(text: str) -> str:
     """The text that the first process gives."""
     import numpy as np
     from jax.experimental import multihost_utils

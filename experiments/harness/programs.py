@@ -12,7 +12,7 @@ from flax import nnx
 
 from effattn.nn import Centroids, MixtureOfExperts, RoutingStats
 from experiments.harness.loss_scale import LossScale
-from experiments.harness.meshes import ONE, Devices
+from experiments.harness.meshes import ONE_DEVICE, Devices
 from experiments.harness.schedules import Schedule
 from experiments.tasks.task import NOTHING, Batch, Scores, Task
 
@@ -34,7 +34,7 @@ class ByShape:
       **options: of `jax.jit`.
     """
 
-    def __init__(self, function: Callable[..., Any], devices: Devices = ONE, **options: Any):
+    def __init__(self, function: Callable[..., Any], devices: Devices = ONE_DEVICE, **options: Any):
         self._jitted, self._devices = jax.jit(function, **options), devices
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class Programs:
         precision: str = "float32",
         redraw: int = 0,
         with_costs: bool = False,
-        devices: Devices = ONE,
+        devices: Devices = ONE_DEVICE,
     ):
         self._build, self._optimiser = devices.in_stages(build), optimiser
         self._with_costs = with_costs
@@ -122,7 +122,7 @@ class Programs:
         self.has_experts = any(isinstance(module, MixtureOfExperts) for module in modules)
         self.redraw = redraw
         params, state = jax.eval_shape(self._init, 0)
-        of_params, of_state = devices.of_training(model, _params_of, params, state)
+        of_params, of_state = devices.training_shardings(model, _params_of, params, state)
         everywhere = devices.everywhere()
         self.init = jax.jit(self._init, out_shardings=(of_params, of_state))
         self.step = ByShape(
