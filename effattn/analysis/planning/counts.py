@@ -1,5 +1,6 @@
 """Operations, parameters, states and memory of a model, counted from jaxprs of abstract arrays."""
 
+import collections
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from flax import nnx
 
 from effattn import registry
 from effattn.analysis import cost, liveness
+from effattn.analysis.planning import parts
 from effattn.nn import TransformerConfig, TransformerLM
 from effattn.nn.block import Block
 
@@ -36,11 +38,16 @@ class Pass(NamedTuple):
         return self.plus(other.times(-1))
 
 
+def alike(config: TransformerConfig) -> list[int]:
+    """For each layer, the index of the first layer that is like it."""
+    layers = range(config.num_layers)
+    described = [(config.layer_mixer(layer), config.layer_experts(layer)) for layer in layers]
+    return [described.index(layer) for layer in described]
+
+
 def kinds(config: TransformerConfig) -> dict[int, int]:
     """Number of layers that are like each layer, by the index of the first of them."""
-    mixers = [config.layer_mixer(layer) for layer in range(config.num_layers)]
-    first = [mixers.index(mixer) for mixer in mixers]
-    return {layer: first.count(layer) for layer in dict.fromkeys(first)}
+    return dict(collections.Counter(alike(config)))
 
 
 def at_length(config: TransformerConfig, length: int) -> TransformerConfig:
@@ -62,7 +69,7 @@ def first_layers(config: TransformerConfig, count: int) -> TransformerConfig:
 
 def hidden_features(config: TransformerConfig) -> int:
     """Hidden features of the feed-forward layers."""
-    return _split(config, 0, "feed_forward")[1]["up"]["kernel"].get_value().shape[-1]
+    return split(config, 0, "feed_forward")[1]["up"]["kernel"].get_value().shape[-1]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,7 +83,7 @@ def has_heads(config: TransformerConfig, layer: int) -> bool:
 def parameters_of_layers(config: TransformerConfig, module: str | None = None) -> int:
     """Number of parameters of all layers, or of one module of each."""
     return sum(
-        count * _size(_split(config, layer, module)[1]) for layer, count in kinds(config).items()
+        count * _size(split(config, layer, module)[1]) for layer, count in kinds(config).items()
     )
 
 
@@ -86,19 +93,34 @@ def parameters_of_ends(config: TransformerConfig) -> int:
     return _size({name: leaf for name, leaf in parameters.items() if name != "blocks"})
 
 
+def parameters_of_mixer(config: TransformerConfig, layer: int) -> tuple[int, int]:
+    """Number of arrays of parameters of a layer's mixer, and their bytes."""
+    parameters = split(config, layer, "mixer")[1]
+    return len(jax.tree.leaves(parameters)), _bytes(parameters)
+
+
 def operations_of_layers(config: TransformerConfig, length: int, module: str | None = None) -> Pass:
     """Operations of all layers for one sequence, or of one module of each."""
-    total = [0.0, 0.0]
+    found = Pass(0.0, 0.0)
     for layer, count in kinds(config).items():
-        names = [group["name"] for group in config.layer_mixer(layer)]
-        power = max(registry.get(n).time_exponent if isinstance(n, str) else 1.0 for n in names)
-        for which in (0, 1):
+        found = found.plus(operations_of_layer(config, layer, length, module).times(count))
+    return found
 
-            def counted(n, layer=layer, which=which):
-                return _operations(at_length(config, n), layer, module, n)[which]
 
-            total[which] += count * cost.extrapolated(counted, length, power)
-    return Pass(total[0], total[1] - total[0])
+def operations_of_layer(
+    config: TransformerConfig, layer: int, length: int, module: str | None = None
+) -> Pass:
+    """Operations of a layer for one sequence, or of one of its modules."""
+    names = [group["name"] for group in config.layer_mixer(layer)]
+    power = max(registry.get(n).time_exponent if isinstance(n, str) else 1.0 for n in names)
+
+    def counted(which):
+        return cost.extrapolated(
+            lambda n: _operations(at_length(config, n), layer, module, n)[which], length, power
+        )
+
+    forward, both = counted(0), counted(1)
+    return Pass(forward, both - forward)
 
 
 def operations_of_ends(config: TransformerConfig) -> Pass:
@@ -156,18 +178,43 @@ class Steps(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def steps(config: TransformerConfig, batch: int, length: int, compiler: liveness.Compiler) -> Steps:
-    """Memory of the gradient of the mean loss of a batch, from its jaxpr."""
+def steps(
+    config: TransformerConfig,
+    batch: int,
+    length: int,
+    compiler: liveness.Compiler,
+    forms: tuple[Any, ...] = (),
+    devices: int = 1,
+) -> Steps:
+    """Memory of the gradient of the mean loss of a batch, from its jaxpr.
+
+    Args:
+      config: the model, as one device computes it.
+      batch: B.
+      length: tokens of a sequence on one device.
+      compiler: rules by which values are stored.
+      forms: form of each layer's mixer, if several devices divide the sequence.
+      devices: number of devices that divide the sequence.
+    """
     graph, parameters, others = _split_model(config)
-    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch, devices * length), jnp.int32)
 
     def gradient(parameters, others, tokens, labels):
         def forward(parameters):
-            return loss(nnx.merge(graph, parameters, others)(tokens), labels)
+            model = nnx.merge(graph, parameters, others)
+            for block, form in zip(model.blocks, forms, strict=False):
+                block.mixer = parts.InParts(block.mixer, form)
+            mean = loss(model(tokens), labels)
+            return jax.lax.psum(mean, parts.AXIS) / devices if forms else mean
 
         return jax.value_and_grad(forward)(parameters)
 
-    closed = jax.make_jaxpr(gradient)(parameters, others, tokens, tokens)
+    given = parameters, others, tokens, tokens
+    if forms:
+        specs = parts.WHOLE, parts.WHOLE, parts.TOKENS, parts.TOKENS
+        closed = parts.of_device(gradient, devices, specs, parts.WHOLE, *given)
+    else:
+        closed = jax.make_jaxpr(gradient)(*given)
     timeline = liveness.timeline(closed, compiler)
     last = [0] * config.num_layers
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(parameters))
@@ -182,7 +229,7 @@ def programs(
     config: TransformerConfig, layer: int, module: str | None, length: int
 ) -> tuple[Any, Any]:
     """Jaxprs of the forward pass, and of the forward and backward pass, of one sequence."""
-    graph, parameters, others = _split(config, layer, module)
+    graph, parameters, others = split(config, layer, module)
     x = jax.ShapeDtypeStruct((1, length, config.features), config.dtype)
 
     def forward(parameters, others, x):
@@ -203,7 +250,7 @@ def _operations(config, layer, module, length):
 
 
 @functools.lru_cache(maxsize=1024)
-def _split(config, layer, module):
+def split(config, layer, module):
     """Graph, parameters and other variables of a layer or of one of its modules, abstract."""
 
     def build():

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from effattn.analysis import liveness
-from effattn.analysis.planning import counts
+from effattn.analysis.planning import counts, parts
 from effattn.analysis.planning.settings import Setting
 
 
@@ -158,10 +158,12 @@ def _peak(setting: Setting, compiler) -> _Peak:
     """
     whole = counts.at_length(setting.share, setting.context)
     shards = setting.mesh["fsdp"] if compiler.scatters else 1
+    devices, forms = setting.mesh["sequence"], _forms(whole, setting)
 
     def segments(layers):
         config = counts.first_layers(whole, layers)
-        steps = counts.steps(config, setting.rows, setting.tokens, compiler)
+        sizes = setting.rows, setting.tokens, compiler
+        steps = counts.steps(config, *sizes, forms[:layers], devices)
         return [_most(steps.timeline, start, end, shards) for start, end in _bounds(steps)]
 
     if len(counts.kinds(whole)) > 1:
@@ -175,6 +177,14 @@ def _peak(setting: Setting, compiler) -> _Peak:
     more = setting.layers - 2
     ended = [tuple(x + more * (y - x) for x, y in zip(a, b, strict=True)) for a, b in grown]
     return _labelled(ended, saved, setting.layers)
+
+
+def _forms(share, setting):
+    """The form of each layer's mixer that divides the sequence; none on one device."""
+    devices, length = setting.mesh["sequence"], setting.context
+    if devices == 1:
+        return ()
+    return tuple(parts.forward(share, layer, devices, length)[0] for layer in counts.alike(share))
 
 
 def _bounds(steps):

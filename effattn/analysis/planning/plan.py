@@ -27,8 +27,8 @@ class Plan:
       hardware: the device.
       training: whether the step trains; if not, it decodes one token of each sequence.
       memory: bytes by part.
-      operations: operations by part. `WASTE` is recomputation, and the work of the slowest of the
-        devices that divide a sequence beyond an equal share.
+      operations: operations by part. `WASTE` is recomputation, and the work of the mixers beyond
+        an equal share on each of the devices that divide a sequence.
       transfers: transfers by kind.
       computing: seconds of computation: operations at the rate of the hardware, or the bytes of the
         memory at its bandwidth, if they take longer.
@@ -104,10 +104,12 @@ def plan(
 
     Computation takes its operations at the peak rate of matrix products, or the bytes of its
     weights, states and saved activations at the bandwidth, if they take longer. Gradients, gathered
-    weights, rings and activations between stages are hidden behind it; the all-reduces of tensor
-    parallelism, all-to-alls and passed states are waited for. The bubble is (p - 1) / (m + p - 1)
-    for p stages and m microbatches (Narayanan et al. 2021). Devices wait for no stragglers, latency
-    is zero, and experts get equal loads. So with peak rates the time is a lower bound.
+    weights and activations between stages are hidden behind it; the all-reduces of tensor
+    parallelism and the exchanges of a divided sequence are waited for. A sequence is divided by the
+    form of `effattn.parallel` that the models of `effattn.nn` use on the mesh. The bubble is
+    (p - 1) / (m + p - 1) for p stages and m microbatches (Narayanan et al. 2021). Devices wait for
+    no stragglers, latency is zero, and experts get equal loads. So with peak rates the time is a
+    lower bound.
 
     Args:
       model: sizes; of a `TransformerLM` its configuration, so that it may be abstract
@@ -131,8 +133,9 @@ def plan(
       `Plan`.
 
     Raises:
-      ValueError: a wrong argument, or a mesh that does not divide the heads, the context, the batch
-        or the layers; the message has a sentence for each.
+      ValueError: a wrong argument, a mesh that does not divide the heads, the context, the batch or
+        the layers (the message has a sentence for each), or an axis `sequence` for a mixer that no
+        form takes, whose tokens each device would gather.
     """
     device = find(hardware)
     setting = settings.make(
@@ -198,7 +201,7 @@ def _trained(setting, device, compiler):
 
 def _moves(kind):
     """True for transfers whose data is in buffers beside the activations."""
-    return kind.startswith(("sequence", "stage", "expert")) and not kind.endswith("gradients")
+    return kind.startswith(("stage", "expert")) and not kind.endswith("gradients")
 
 
 def _decoded(setting, device):
@@ -245,7 +248,7 @@ def _operations(setting) -> dict[str, float]:
     ]
     mixers, feed_forward, layers = of_layers
     others = layers.minus(mixers)
-    slower = _slowest(setting, mixers).minus(mixers)
+    slower = _in_parts(setting, mixers).minus(mixers)
     ends = counts.operations_of_ends(share).times(rows * setting.tokens)
     found: dict[str, Pass] = {
         "mixers": mixers,
@@ -262,23 +265,14 @@ def _operations(setting) -> dict[str, float]:
     return named | {name: number for name, number in waste.items() if number}
 
 
-def _slowest(setting, mixers):
-    """Operations of the mixers on the slowest of the devices that divide the sequence."""
-    exchanges = list(traffic.exchanges(setting))
-    layers = sum(count for _, count, _ in exchanges)
-    found = Pass(0.0, 0.0) if exchanges else mixers
-    for form, count, each in exchanges:
-        # A ring divides attention unequally, but the projections of the mixer equally.
-        equal = _projections(setting, count) if form == "ring" else Pass(0.0, 0.0)
-        unequal = mixers.times(count / layers).minus(equal).times(each.slowdown)
-        found = found.plus(equal).plus(unequal)
-    return found
-
-
-def _projections(setting, layers):
-    """Operations of the mixers of some layers without attention, from a few tokens."""
-    few = 128
-    mixers = counts.operations_of_layers(setting.share, few, "mixer")
-    tokens = setting.rows * setting.microbatches * setting.tokens
-    share = layers / (setting.config.num_layers * setting.mesh["stage"])
-    return mixers.times(tokens * share / few)
+def _in_parts(setting, mixers):
+    """Operations of the mixers on one of the devices that divide the sequence."""
+    share = counts.at_length(setting.share, setting.context)
+    runs = setting.rows * setting.microbatches / setting.mesh["stage"]
+    for layer, count, each in traffic.exchanges(setting):
+        if each.operations is not None:
+            equal = counts.operations_of_layer(share, layer, setting.context, "mixer")
+            equal = equal.times(1 / setting.mesh["sequence"])
+            more = [max(0.0, x) for x in each.operations.minus(equal)]
+            mixers = mixers.plus(Pass(*more).times(count * runs))
+    return mixers

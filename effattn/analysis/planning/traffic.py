@@ -1,8 +1,8 @@
 """Bytes that devices send each other in a step, by kind of parallelism.
 
 Sources: Rajbhandari et al. 2020 (ZeRO) for data and fsdp; Shoeybi et al. 2019 and Narayanan et al.
-2021 (Megatron-LM) for tensor and stage; Jacobs et al. 2023 (DeepSpeed-Ulysses) and Liu et al. 2023
-(Ring Attention) for sequence, whose bytes are counted in the programs of `effattn.parallel`.
+2021 (Megatron-LM) for tensor and stage. The bytes of the axis `sequence` are counted in programs of
+`effattn.parallel`.
 """
 
 import math
@@ -23,7 +23,7 @@ class Transfer(NamedTuple):
       operation: the collective.
       axes: mesh axes of the devices that take part.
       number: number of collectives.
-      size: bytes of one collective on one device: its result, or what arrives together.
+      size: mean bytes of one collective's operand or result on a device, whichever is larger.
       sent: bytes that one device sends, in all of them.
       overlaps: whether computation goes on meanwhile.
     """
@@ -85,17 +85,9 @@ def rate(axes: tuple[str, ...], setting: Setting, hardware: Hardware) -> float:
 def _collectives(setting, kind, operation, axes, count, size, overlaps=False):
     """Collectives of one size; none on one device."""
     devices = setting.size(*axes)
-    shares = {
-        "all-reduce": 2 * (devices - 1) / devices,
-        "all-gather": (devices - 1) / devices,
-        "reduce-scatter": (devices - 1) / devices,
-        "all-to-all": (devices - 1) / devices,
-        "send": 1.0,
-    }
     if devices > 1:
-        yield Transfer(
-            kind, operation, axes, count, size, count * size * shares[operation], overlaps
-        )
+        sent = count * size * sequence.SHARES[operation](devices)
+        yield Transfer(kind, operation, axes, count, size, sent, overlaps)
 
 
 def _row(setting: Setting, tokens: int = 1) -> float:
@@ -159,29 +151,27 @@ def _tensor(setting):
 
 
 def _sequence(setting):
-    for form, count, each in exchanges(setting):
-        passes = (2 if setting.config.remat else 1) * each.forward + each.backward
+    again = 2 if setting.config.remat else 1
+    for _, count, each in exchanges(setting):
         runs = setting.microbatches * count // setting.mesh["stage"]
-        yield Transfer(
-            f"sequence: {form}",
-            {"ring": "send", "states": "all-gather", "heads": "all-to-all"}[form],
-            ("sequence",),
-            runs,
-            each.held * setting.rows,
-            runs * passes * setting.rows,
-            overlaps=form == "ring",
-        )
+        for operation in {**each.forward, **each.backward}:
+            forward, backward = (
+                moved.get(operation, sequence.Moved()) for moved in (each.forward, each.backward)
+            )
+            moved = backward.plus(forward, again)
+            number = round(runs * moved.number)
+            kind, size = f"sequence: {each.form}", moved.size / moved.number * setting.rows
+            yield from _collectives(setting, kind, operation, ("sequence",), number, size)
 
 
-def exchanges(setting: Setting) -> Iterator[tuple[str, int, sequence.Exchange]]:
-    """Yields form, number of layers and exchange of one sequence for all kinds of layers."""
+def exchanges(setting: Setting) -> Iterator[tuple[int, int, sequence.Exchange]]:
+    """Yields layer, number of layers that are like it, and exchange of one sequence."""
     devices = setting.mesh["sequence"]
     if devices == 1:
         return
     share = counts.at_length(setting.share, setting.context)
     for layer, count in counts.kinds(share).items():
-        form = sequence.form_of(share, layer, devices)
-        yield form, count, sequence.exchange(share, layer, devices, setting.context, form)
+        yield layer, count, sequence.exchange(share, layer, devices, setting.context)
 
 
 def _stages(setting):

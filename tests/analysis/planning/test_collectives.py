@@ -1,9 +1,11 @@
 """Predicted transfers against the collectives of compiled training steps on eight CPU devices."""
 
+import collections
 import itertools
 
 import pytest
 
+from effattn.analysis import liveness
 from effattn.analysis.planning import memory, settings, traffic
 from effattn.nn import TransformerConfig
 from tests.analysis.planning import compiled
@@ -59,3 +61,58 @@ def test_tensor_takes_two_all_reduces_a_layer_in_each_direction():
     # of the feed-forward layer, before it adds them.
     assert sorted(map(len, activations)) == [1] * (2 * LAYERS + 2) + [2] * LAYERS + [3] * LAYERS
     assert found.keys() == {"all-reduce"}
+
+
+MIXERS = {
+    "softmax": {},
+    "sliding_window": {"local_window_size": (9, 0)},
+    "linear": {},
+    "gated_linear": {},
+    "mamba": {},
+    "hyena": {"max_length": 256},
+    "s4d": {},
+}
+# Gradients that XLA adds before it reduces them, and `plan` does not.
+ADDED = {"mamba": 0.05, "hyena": 0.25, "s4d": 0.6}
+NAMES = {"collective-permute": "send"}
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_divided_sequence_exchanges_what_the_form_of_the_model_does(name, remat):
+    config = TransformerConfig(
+        vocab_size=VOCABULARY,
+        num_layers=1,
+        features=FEATURES,
+        num_heads=8,
+        mixer={"name": name, **MIXERS[name]},
+        remat=remat,
+    )
+    options = {"batch": 2, "microbatches": 1, "precision": "float32", "remat": remat}
+    setting = settings.make(config, None, 256, {"sequence": 8}, **options, experts=(1, 1))
+    predicted = collections.Counter()
+    for t in traffic.transfers(setting):
+        predicted[t.operation] += t.number * t.size
+    program = compiled.step(config, 2, 256, "sequence", 8)
+    found = {
+        NAMES.get(operation, operation): sum(map(sum, sizes))
+        for operation, sizes in compiled.collectives(program).items()
+    }
+    if "reduce-scatter" in found:
+        found["reduce-scatter"] *= 8  # operands, not results
+    # XLA reduces the two gradients of tied embeddings before it adds them.
+    reduced = found.pop("all-reduce") - VOCABULARY * FEATURES * 4
+    assert 0.99 < predicted.pop("all-reduce") / reduced < 1.01 + ADDED.get(name, 0)
+    # XLA folds the transitions of linear attention, which are ones.
+    assert found == pytest.approx(predicted, rel=0.02)
+
+
+def test_memory_of_a_divided_sequence():
+    config = TransformerConfig(
+        vocab_size=VOCABULARY, num_layers=3, features=FEATURES, num_heads=8, mixer="mamba"
+    )
+    options = {"batch": 2, "microbatches": 1, "precision": "float32", "remat": False}
+    setting = settings.make(config, None, 256, {"sequence": 8}, **options, experts=(1, 1))
+    found = memory.training(setting, liveness.CPU, 0.0).total
+    program = compiled.step(config, 2, 256, "sequence", 8)
+    assert found == pytest.approx(compiled.bytes_of(program), rel=0.1)

@@ -4,7 +4,7 @@ import pytest
 
 from effattn import __main__
 from effattn.analysis import best_mesh, plan, planning
-from effattn.analysis.planning import sequence, settings, traffic
+from effattn.analysis.planning import counts, sequence, settings, traffic
 from effattn.nn import TransformerConfig
 
 MODEL = TransformerConfig(
@@ -57,34 +57,60 @@ def test_stages_and_experts():
     assert (expert.number, expert.size) == (4 * MODEL.num_layers, 2 * ROW / 4)
 
 
-def test_heads_are_exchanged_as_four_activations():
-    config = dataclasses.replace(MODEL, num_kv_heads=8, mixer="sigmoid")
-    sent = transfers({"sequence": 4}, config)["sequence: heads"]
+@pytest.mark.parametrize("mixer", ["softmax", {"name": "sliding_window", "local_window_size": 9}])
+def test_heads_are_exchanged_as_four_activations(mixer):
+    config = dataclasses.replace(MODEL, num_kv_heads=8, mixer=mixer)
+    sent = transfers({"sequence": 4}, config)["sequence: exchange_heads"]
     # Forward and backward: query, key, value and output.
+    assert sent.operation == "all-to-all"
     assert sent.sent == pytest.approx(2 * 4 * ROW / 4 * 3 / 4 * MODEL.num_layers)
+    # Recomputation exchanges those of the forward pass once more.
+    again = transfers({"sequence": 4}, config, remat=True)["sequence: exchange_heads"]
+    assert again.sent == pytest.approx(1.5 * sent.sent)
 
 
-def test_a_ring_sends_keys_and_values_and_their_gradients():
-    sent = transfers({"sequence": 4}, dataclasses.replace(MODEL, mixer="softmax"))["sequence: ring"]
-    keys = ROW / 4 * (4 / 8)  # of one device; half as many key heads
-    forward, moved = 3 * 2 * keys, 3 * (2 * keys + 2 * 2 * keys)  # gradients are float32
-    home = 2 * 2 * keys
-    assert sent.sent == pytest.approx(MODEL.num_layers * (forward + moved + home))
+def test_few_key_heads_are_repeated_for_all_devices():
+    each = [transfers({"sequence": n})["sequence: exchange_heads"] for n in (4, 8)]
+    # Query and output of 8 heads; key and value of 4 and of 8 heads.
+    of_heads = [t.sent / (n - 1) * n * n for t, n in zip(each, (4, 8), strict=True)]
+    assert of_heads[1] / of_heads[0] == pytest.approx((8 + 8 + 8 + 8) / (8 + 8 + 4 + 4))
 
 
 @pytest.mark.parametrize("mixer", ["linear", "delta_net"])
 def test_states_that_pass_do_not_depend_on_the_length(mixer):
     config = dataclasses.replace(MODEL, mixer=mixer, num_kv_heads=None, dtype="bfloat16")
-    short, long = (sequence.exchange(config, 0, 4, n, "states") for n in (256, 512))
-    assert short[:3] == long[:3]
-    assert long.slowdown > 1.0
+    short, long = (sequence.exchange(config, 0, 4, n) for n in (256, 512))
+    assert short[:3] == long[:3] and short.form == "pass_states"
+    # The recurrence runs twice.
+    alone = counts.operations_of_layer(config, 0, 512, "mixer")
+    assert sum(long.operations) > 1.1 * sum(alone) / 4
 
 
-def test_a_mixer_without_heads_has_no_divided_sequence():
+def test_layers_divide_a_sequence_each_by_its_form():
+    mixed = dataclasses.replace(MODEL, num_kv_heads=None, mixer=["softmax", "linear"] * 2)
+    pure = [dataclasses.replace(mixed, mixer=mixer) for mixer in ("softmax", "linear")]
+    found = [plan(c, None, 128, {"sequence": 4}, "h100", batch=8) for c in (mixed, *pure)]
+    waste = [p.operations.get("divided sequence", 0) for p in found]
+    assert waste[1] == 0 and waste[0] == pytest.approx(waste[2] / 2)
+    forms = {t.kind for t in found[0].transfers} - {"sequence: gradients"}
+    assert forms == {"sequence: exchange_heads", "sequence: pass_states"}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "words"),
+    [
+        ("lstm", "no form of effattn.parallel takes LSTM"),
+        ("softmax", "the 16 devices of the mesh axis 'sequence' must divide the 8 heads of query"),
+    ],
+)
+def test_mixers_whose_tokens_each_device_would_gather_are_refused(mixer, words):
+    config = dataclasses.replace(MODEL, mixer=mixer, num_kv_heads=None)
+    with pytest.raises(ValueError, match=f"sequence must be 1 for the mixer '{mixer}'.*{words}"):
+        plan(config, None, 128, {"sequence": 16}, "h100", batch=8)
+
+
+def test_a_mixer_without_heads_has_no_tensor_parallelism():
     config = dataclasses.replace(MODEL, mixer="mamba", num_kv_heads=None)
-    message = "sequence must be 1, because plan cannot count the mixer of 'mamba'"
-    with pytest.raises(ValueError, match=message):
-        plan(config, None, 128, {"sequence": 2}, "h100", batch=8)
     with pytest.raises(ValueError, match="tensor must be 1, because the mixer of 'mamba'"):
         plan(config, None, 128, {"tensor": 2}, "h100", batch=8)
 
