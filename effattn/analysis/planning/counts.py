@@ -15,6 +15,8 @@ from effattn.analysis.planning import parts
 from effattn.nn import TransformerConfig, TransformerLM
 from effattn.nn.block import Block
 
+# Parameters of `MixtureOfExperts` that the mesh axis `expert` divides.
+EXPERTS = frozenset({"gate_kernels", "up_kernels", "down_kernels"})
 # Tokens from which operations that are linear in the number of tokens are counted.
 _FEW = 128
 
@@ -63,13 +65,19 @@ def at_length(config: TransformerConfig, length: int) -> TransformerConfig:
 
 def first_layers(config: TransformerConfig, count: int) -> TransformerConfig:
     """The model with its first layers alone."""
-    mixer = config.mixer[:count] if isinstance(config.mixer, tuple | list) else config.mixer
-    return dataclasses.replace(config, num_layers=count, mixer=mixer)
+
+    def first(of_layers):
+        return of_layers[:count] if isinstance(of_layers, tuple | list) else of_layers
+
+    sizes = {"mixer": first(config.mixer), "experts": first(config.experts)}
+    return dataclasses.replace(config, num_layers=count, **sizes)
 
 
 def hidden_features(config: TransformerConfig) -> int:
     """Hidden features of the feed-forward layers."""
-    return split(config, 0, "feed_forward")[1]["up"]["kernel"].get_value().shape[-1]
+    parameters = split(config, 0, "feed_forward")[1]
+    up = parameters["up_kernels"] if "up_kernels" in parameters else parameters["up"]["kernel"]
+    return up.get_value().shape[-1]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -85,6 +93,18 @@ def parameters_of_layers(config: TransformerConfig, module: str | None = None) -
     return sum(
         count * _size(split(config, layer, module)[1]) for layer, count in kinds(config).items()
     )
+
+
+def parameters_of_experts(config: TransformerConfig) -> tuple[float, float]:
+    """Number of parameters in the experts of all layers, and in the experts of one token."""
+    total = of_token = 0.0
+    for layer, count in kinds(config).items():
+        if (experts := config.layer_experts(layer)) is not None:
+            parameters = split(config, layer, "feed_forward")[1]
+            size = count * _size({n: leaf for n, leaf in parameters.items() if n in EXPERTS})
+            total += size
+            of_token += size * experts.experts_per_token / experts.num_experts
+    return total, of_token
 
 
 def parameters_of_ends(config: TransformerConfig) -> int:

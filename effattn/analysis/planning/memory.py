@@ -41,7 +41,7 @@ class Parameters(NamedTuple):
 
     Attributes:
       layers: in its layers, without experts.
-      experts: in its experts.
+      experts: in the experts of its layers.
       ends: in embeddings, the last norm and the projection to logits.
     """
 
@@ -56,42 +56,42 @@ class Parameters(NamedTuple):
 
 
 def parameters(setting: Setting) -> Parameters:
-    """Parameters of one device, before they are divided by fsdp.
+    """Parameters of one device, before they are divided by fsdp and expert.
 
     With several stages this is the device that has all ends: real stages have fewer.
     """
     share = counts.at_length(setting.share, setting.context)
-    layers, experts = counts.parameters_of_layers(share), 0.0
-    count, chosen = setting.experts
-    if count > 1:
-        of_token = counts.parameters_of_layers(share, "feed_forward")
-        experts = of_token / chosen * count / setting.mesh["expert"]
-        layers += share.features * count * share.num_layers - of_token  # the router
+    experts, _ = counts.parameters_of_experts(share)
+    layers = counts.parameters_of_layers(share) - experts
     stages = setting.mesh["stage"]
     return Parameters(layers / stages, experts / stages, counts.parameters_of_ends(share))
 
 
+def stored(setting: Setting) -> float:
+    """Number of parameters that one device stores: fsdp divides all of them, expert the experts."""
+    number = parameters(setting)
+    experts = number.experts / setting.mesh["expert"]
+    return (number.layers + number.ends + experts) / setting.mesh["fsdp"]
+
+
 def training(setting: Setting, compiler: liveness.Compiler, moving: float) -> Memory:
     """Memory of a training step: `moving` are bytes that are on their way between devices."""
-    sizes, number = setting.bytes_of, parameters(setting)
-    shards = setting.mesh["fsdp"]
+    sizes, number = setting.bytes_of, stored(setting)
     peak = _peak(setting, compiler)
-    # Without experts, the traced layers have the parameters of the real ones.
-    gradients = peak.gradients * number.total / _traced(setting)
+    gradients = peak.gradients
     if setting.microbatches > 1:
         # The sum over microbatches is there all the time.
-        gradients += number.total * sizes["gradients"] / shards
+        gradients += number * sizes["gradients"]
     # The first of p stages has started p microbatches before the first of them comes back.
     started = min(setting.mesh["stage"], setting.microbatches)
-    stored = number.total / shards
     return Memory(
-        parameters=stored * sizes["parameters"],
-        masters=stored * sizes["masters"],
-        optimiser=stored * sizes["optimiser"],
+        parameters=number * sizes["parameters"],
+        masters=number * sizes["masters"],
+        optimiser=number * sizes["optimiser"],
         gradients=gradients,
         saved=peak.saved * started,
         working=peak.working,
-        communication=moving + _gathered(setting, number, compiler),
+        communication=moving + _gathered(setting, compiler),
     )
 
 
@@ -100,21 +100,13 @@ def least(setting: Setting) -> float:
     sizes = setting.bytes_of
     states = sum(size for name, size in sizes.items() if name != "gradients")
     inputs = setting.rows * setting.tokens * setting.config.features * sizes["parameters"]
-    return parameters(setting).total / setting.mesh["fsdp"] * states + setting.layers * inputs
-
-
-def _traced(setting):
-    """Number of parameters of the traced layers and ends."""
-    share = counts.at_length(setting.share, setting.context)
-    return counts.parameters_of_layers(share) / setting.mesh["stage"] + counts.parameters_of_ends(
-        share
-    )
+    return stored(setting) * states + setting.layers * inputs
 
 
 def decoding(setting: Setting) -> Memory:
     """Memory of decoding one token of each sequence."""
-    stored = parameters(setting).total / setting.mesh["fsdp"]
-    return Memory(parameters=stored * setting.bytes_of["parameters"], state=decode_state(setting))
+    weights = stored(setting) * setting.bytes_of["parameters"]
+    return Memory(parameters=weights, state=decode_state(setting))
 
 
 def decode_state(setting: Setting) -> float:
@@ -128,19 +120,21 @@ def decode_state(setting: Setting) -> float:
     return once / (parts * setting.mesh["stage"])
 
 
-def _gathered(setting, number, compiler):
-    """Bytes of weights that fsdp has gathered.
+def _gathered(setting, compiler):
+    """Bytes of weights that fsdp and expert have gathered.
 
     With recomputation, one layer at a time, and meanwhile the next one; without, all layers stay
     gathered from the forward to the backward pass.
     """
-    if setting.mesh["fsdp"] == 1:
-        return 0.0
-    layers, size = number.layers + number.experts, setting.bytes_of["parameters"]
+    number, size = parameters(setting), setting.bytes_of["parameters"]
+    is_divided = setting.mesh["fsdp"] > 1
+    of_layers = (is_divided or setting.mesh["expert"] > 1) * number.experts
+    of_layers += is_divided * number.layers
+    ends = is_divided * number.ends
     if not setting.config.remat:
-        return (layers + number.ends) * size
+        return (of_layers + ends) * size
     together = min(1 + compiler.overlaps, setting.layers)
-    return max(together * layers / setting.layers, number.ends) * size
+    return max(together * of_layers / setting.layers, ends) * size
 
 
 class _Peak(NamedTuple):
@@ -157,7 +151,7 @@ def _peak(setting: Setting, compiler) -> _Peak:
     and then saved activations are not told from working ones.
     """
     whole = counts.at_length(setting.share, setting.context)
-    shards = setting.mesh["fsdp"] if compiler.scatters else 1
+    shards = parameters(setting).total / stored(setting) if compiler.scatters else 1
     devices, forms = setting.mesh["sequence"], _forms(whole, setting)
 
     def segments(layers):

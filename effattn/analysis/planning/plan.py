@@ -85,7 +85,6 @@ def plan(
     microbatches: int = 1,
     precision: str = "mixed",
     remat: bool = True,
-    experts: tuple[int, int] = (1, 1),
     training: bool = True,
     compiler: liveness.Compiler = liveness.ACCELERATOR,
 ) -> Plan:
@@ -106,7 +105,8 @@ def plan(
     weights, states and saved activations at the bandwidth, if they take longer. Gradients, gathered
     weights and activations between stages are hidden behind it; the all-reduces of tensor
     parallelism and the exchanges of a divided sequence are waited for. A sequence is divided by the
-    form of `effattn.parallel` that the models of `effattn.nn` use on the mesh. The bubble is
+    form of `effattn.parallel` that the models of `effattn.nn` use on the mesh. Devices of the axis
+    `expert` gather the experts of a layer, as the models do under `jax.jit`. The bubble is
     (p - 1) / (m + p - 1) for p stages and m microbatches (Narayanan et al. 2021). Devices wait for
     no stragglers, latency is zero, and experts get equal loads. So with peak rates the time is a
     lower bound.
@@ -123,7 +123,6 @@ def plan(
       microbatches: parts of the batch that one device computes one after another; 1 for decoding.
       precision: "mixed", 16-bit weights and gradients with float32 masters, or "float32".
       remat: whether the backward pass of training recomputes each layer.
-      experts: (experts, experts of a token) in place of each feed-forward layer.
       training: False for decoding one token of each sequence after T - 1 others. The time is that
         of the weights and the decode state, which are read once.
       compiler: rules by which training stores values. The rules `ACCELERATOR` have not been
@@ -147,7 +146,6 @@ def plan(
         microbatches=microbatches,
         precision=precision,
         remat=remat,
-        experts=experts,
     )
     if problems := list(setting.problems()):
         raise ValueError("; ".join(problems))
@@ -183,7 +181,8 @@ def _trained(setting, device, compiler):
     # Weights are read forward, backward and in recomputation; gradients and states are read and
     # written once, as are saved activations.
     passes = (3 if setting.config.remat else 2) * setting.microbatches
-    moved = passes * used.parameters * setting.mesh["fsdp"] + 2 * (
+    weights = memory.parameters(setting).total * setting.bytes_of["parameters"]
+    moved = passes * weights + 2 * (
         used.masters + used.optimiser + used.parameters + used.saved * setting.microbatches
     )
     return Plan(
@@ -201,7 +200,7 @@ def _trained(setting, device, compiler):
 
 def _moves(kind):
     """True for transfers whose data is in buffers beside the activations."""
-    return kind.startswith(("stage", "expert")) and not kind.endswith("gradients")
+    return kind.startswith("stage")
 
 
 def _decoded(setting, device):
@@ -209,11 +208,12 @@ def _decoded(setting, device):
     used = memory.decoding(setting)
     weights = memory.parameters(setting)
     # Each weight is read once, and multiplied and added for each sequence that uses it.
-    count, chosen = setting.experts
-    of_token = chosen * weights.experts * setting.mesh["expert"] / count
-    used_weights = weights.layers + weights.ends + of_token
-    operations = {"weights": 2.0 * setting.rows * used_weights}
-    moved = weights.total * setting.bytes_of["parameters"] + used.state
+    _, of_token = counts.parameters_of_experts(counts.at_length(setting.share, setting.context))
+    of_token /= setting.mesh["stage"]
+    others = weights.layers + weights.ends
+    operations = {"weights": 2.0 * setting.rows * (others + of_token)}
+    read = others + min(weights.experts, setting.rows * of_token)
+    moved = read * setting.bytes_of["parameters"] + used.state
     return Plan(
         setting=setting,
         hardware=device,

@@ -12,6 +12,7 @@ from effattn.analysis.planning.hardware import Hardware, find
 from effattn.analysis.planning.plan import Plan, least_seconds, planned
 from effattn.arrays import checks
 from effattn.nn import TransformerConfig, TransformerLM
+from effattn.parallel import AXES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,10 @@ def best_mesh(
     hardware: str | Hardware,
     *,
     batch: int = 1,
-    axes: Sequence[str] = ("stage", "data", "fsdp", "sequence", "tensor"),
+    axes: Sequence[str] = AXES,
     count: int = 5,
     precision: str = "mixed",
     remat: bool = True,
-    experts: tuple[int, int] = (1, 1),
 ) -> Meshes:
     """Finds the meshes of a number of devices on which a training step is predicted to be fastest.
 
@@ -65,7 +65,6 @@ def best_mesh(
       count: number of plans.
       precision: as in `plan`.
       remat: as in `plan`.
-      experts: as in `plan`.
 
     Returns:
       `Meshes`.
@@ -92,7 +91,6 @@ def best_mesh(
             microbatches=1,
             precision=precision,
             remat=remat,
-            experts=experts,
         )
         if mesh.get("stage", 1) > 1:
             parts = max(1, batch // setting.size("data", "fsdp", "expert"))

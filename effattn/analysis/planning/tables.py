@@ -31,7 +31,6 @@ def states() -> str:
                 microbatches=1,
                 precision=precision,
                 remat=True,
-                experts=(1, 1),
             )
             number = memory.parameters(setting).total
             whole = {
@@ -53,7 +52,7 @@ def left_on_each(number: float, sizes: Mapping[str, int], stage: int, devices: i
     return sum(stored[:stage]) / devices + sum(stored[stage:])
 
 
-# Model, sequences of a step, and mesh, whose axis `sequence` divides the heads of softmax attention.
+# Model, sequences of a step, and mesh. Softmax attention divides its heads by `sequence`.
 _CONTEXTS: Sequence[tuple[str, int, dict[str, int]]] = (
     ("1.3B", 1, {"sequence": 8}),
     ("7B", 8, {"fsdp": 8, "sequence": 8}),

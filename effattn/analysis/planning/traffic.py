@@ -41,24 +41,23 @@ def transfers(setting: Setting) -> tuple[Transfer, ...]:
     """All transfers of a training step."""
     found = [
         *_gradients(setting),
-        *_weights(setting),
+        # Once more for the backward pass if layers are recomputed.
+        *_gathered(setting, 2 if setting.config.remat else 1),
         *_tensor(setting),
         *_sequence(setting),
         *_stages(setting),
-        *_experts(setting),
     ]
     return tuple(each for each in found if each.number)
 
 
 def decoding(setting: Setting) -> tuple[Transfer, ...]:
     """All transfers of a step that decodes one token of each sequence."""
-    number, layers = memory.parameters(setting), setting.layers
-    of_layer = (number.layers + number.experts) / layers * setting.bytes_of["parameters"]
-    row = _row(setting)
-    return (
-        *_collectives(setting, "fsdp: layers", "all-gather", ("fsdp",), layers, of_layer, True),
-        *_collectives(setting, "tensor: activations", "all-reduce", ("tensor",), 2 * layers, row),
+    row, layers = _row(setting), 2 * setting.layers
+    found = (
+        *_gathered(setting, 1),
+        *_collectives(setting, "tensor: activations", "all-reduce", ("tensor",), layers, row),
     )
+    return tuple(each for each in found if each.number)
 
 
 def seconds(transfer: Transfer, setting: Setting, hardware: Hardware) -> float:
@@ -84,7 +83,7 @@ def rate(axes: tuple[str, ...], setting: Setting, hardware: Hardware) -> float:
 
 def _collectives(setting, kind, operation, axes, count, size, overlaps=False):
     """Collectives of one size; none on one device."""
-    devices = setting.size(*axes)
+    axes, devices = _larger(setting, axes), setting.size(*axes)
     if devices > 1:
         sent = count * size * sequence.SHARES[operation](devices)
         yield Transfer(kind, operation, axes, count, size, sent, overlaps)
@@ -97,57 +96,57 @@ def _row(setting: Setting, tokens: int = 1) -> float:
 
 
 def _gradients(setting):
-    """Each device has the sum over all tokens; ZeRO keeps an fsdp-th of the gradients."""
+    """Each device has the sum over all tokens; ZeRO keeps the part of the gradients it stores."""
     number, each = memory.parameters(setting), setting.bytes_of["gradients"]
-    yield from _collectives(
-        setting,
-        "fsdp: gradients",
-        "reduce-scatter",
-        ("fsdp",),
-        setting.microbatches,
-        number.total * each,
-        overlaps=True,
+    groups = (
+        ("gradients", number.layers + number.ends, ("fsdp",), ("data", "expert", "sequence")),
+        ("gradients of experts", number.experts, ("fsdp", "expert"), ("data", "sequence")),
     )
-    shared, experts = (number.layers + number.ends) * each, number.experts * each
-    groups = {("data", "expert", "sequence"): shared, ("data", "sequence"): experts}
-    if setting.mesh["expert"] == 1:
-        groups = {("data", "sequence"): shared + experts}
-    for axes, size in groups.items():
-        axes = tuple(axis for axis in axes if setting.mesh[axis] > 1)
-        if axes and size:
-            size /= setting.mesh["fsdp"]
-            kind = f"{', '.join(axes)}: gradients"
-            yield from _collectives(setting, kind, "all-reduce", axes, 1, size, overlaps=True)
+    for what, count, stored, shared in groups:
+        for axes, operation, times, size in (
+            (stored, "reduce-scatter", setting.microbatches, count * each),
+            (shared, "all-reduce", 1, count * each / setting.size(*stored)),
+        ):
+            kind = f"{', '.join(_larger(setting, axes))}: {what}"
+            yield from _collectives(setting, kind, operation, axes, times * bool(size), size, True)
 
 
-def _weights(setting):
-    """Gathered forward, and once more for the backward pass if layers are recomputed."""
+def _gathered(setting, times):
+    """Gathers of the weights of all layers, several times, and of the embeddings."""
     number, size = memory.parameters(setting), setting.bytes_of["parameters"]
-    times = (2 if setting.config.remat else 1) * setting.microbatches
-    layer = (number.layers + number.experts) / setting.layers
-    for kind, count, total in (
-        ("layers", times * setting.layers, layer),
-        ("embeddings", setting.microbatches, number.ends),
+    experts = len(setting.mixtures) // setting.mesh["stage"]
+    for what, axes, count, total in (
+        ("layers", ("fsdp",), times * setting.layers, number.layers / setting.layers),
+        ("experts", ("fsdp", "expert"), times * experts, number.experts / max(1, experts)),
+        ("embeddings", ("fsdp",), 1, number.ends),
     ):
-        yield from _collectives(
-            setting, f"fsdp: {kind}", "all-gather", ("fsdp",), count, total * size, overlaps=True
-        )
+        kind, runs = f"{', '.join(_larger(setting, axes))}: {what}", setting.microbatches * count
+        yield from _collectives(setting, kind, "all-gather", axes, runs, total * size, True)
+
+
+def _larger(setting, axes):
+    """The axes along which there are several devices."""
+    return tuple(axis for axis in axes if setting.mesh[axis] > 1)
 
 
 def _tensor(setting):
     """Two all-reduces a layer forward and two backward; recomputation repeats the mixer's.
 
-    The embedding's rows are summed forward, and the gradient of the last features backward.
+    The embedding's rows are summed forward, and the gradient of the last features backward. Experts
+    sum their slots.
     """
-    each = 5 if setting.config.remat else 4
-    yield from _collectives(
-        setting,
-        "tensor: activations",
-        "all-reduce",
-        ("tensor",),
-        setting.microbatches * (each * setting.layers + 2),
-        _row(setting, setting.tokens),
-    )
+    row = _row(setting, setting.tokens)
+    of_mixers = (3 if setting.config.remat else 2) * setting.layers
+    experts = len(setting.mixtures) // setting.mesh["stage"]
+    # Without a capacity, the axis `tensor` is refused.
+    slots = sum((each.capacity_factor or 0) * each.experts_per_token for each in setting.mixtures)
+    others = 2 * (setting.layers - experts) + 2
+    for what, number, size in (
+        ("activations", of_mixers + others, row),
+        ("slots of experts", 2 * experts, slots / max(1, len(setting.mixtures)) * row),
+    ):
+        runs = setting.microbatches * number
+        yield from _collectives(setting, f"tensor: {what}", "all-reduce", ("tensor",), runs, size)
 
 
 def _sequence(setting):
@@ -183,18 +182,4 @@ def _stages(setting):
         2 * setting.microbatches,
         _row(setting, setting.tokens),
         overlaps=True,
-    )
-
-
-def _experts(setting):
-    """To the experts and back, forward and backward; recomputation repeats the forward ones."""
-    each = 6 if setting.config.remat else 4
-    _, chosen = setting.experts
-    yield from _collectives(
-        setting,
-        "expert: tokens",
-        "all-to-all",
-        ("expert",),
-        each * setting.microbatches * setting.layers,
-        chosen * _row(setting, setting.tokens),
     )

@@ -88,6 +88,8 @@ def _divided(name, shape, axis, devices):
         # Heads, columns and rows of the feed-forward layer, and the vocabulary.
         is_row = "['out']" in name or "down" in name or "embed" in name
         where = 0 if is_row else 1
+    elif axis == "expert" and "_kernels" in name:
+        where = 0
     else:
         where = None
     if where is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from effattn.analysis import liveness
 from effattn.analysis.planning import memory, settings, traffic
-from effattn.nn import TransformerConfig
+from effattn.nn import Experts, TransformerConfig
 from tests.analysis.planning import compiled
 
 LAYERS, FEATURES, BATCH, LENGTH, VOCABULARY = 2, 64, 8, 32, 128
@@ -20,7 +20,7 @@ def of_step(axis, remat=False):
         vocab_size=VOCABULARY, num_layers=LAYERS, features=FEATURES, num_heads=8, remat=remat
     )
     options = {"batch": BATCH, "microbatches": 1, "precision": "float32", "remat": remat}
-    setting = settings.make(config, None, LENGTH, {axis: 8}, **options, experts=(1, 1))
+    setting = settings.make(config, None, LENGTH, {axis: 8}, **options)
     program = compiled.step(config, BATCH, LENGTH, axis, 8)
     return traffic.transfers(setting), compiled.collectives(program), setting
 
@@ -89,7 +89,7 @@ def test_a_divided_sequence_exchanges_what_the_form_of_the_model_does(name, rema
         remat=remat,
     )
     options = {"batch": 2, "microbatches": 1, "precision": "float32", "remat": remat}
-    setting = settings.make(config, None, 256, {"sequence": 8}, **options, experts=(1, 1))
+    setting = settings.make(config, None, 256, {"sequence": 8}, **options)
     predicted = collections.Counter()
     for t in traffic.transfers(setting):
         predicted[t.operation] += t.number * t.size
@@ -112,7 +112,31 @@ def test_memory_of_a_divided_sequence():
         vocab_size=VOCABULARY, num_layers=3, features=FEATURES, num_heads=8, mixer="mamba"
     )
     options = {"batch": 2, "microbatches": 1, "precision": "float32", "remat": False}
-    setting = settings.make(config, None, 256, {"sequence": 8}, **options, experts=(1, 1))
+    setting = settings.make(config, None, 256, {"sequence": 8}, **options)
     found = memory.training(setting, liveness.CPU, 0.0).total
     program = compiled.step(config, 2, 256, "sequence", 8)
     assert found == pytest.approx(compiled.bytes_of(program), rel=0.1)
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0], ids=["no capacity", "capacity"])
+def test_experts_are_gathered(capacity):
+    # XLA moves slots in place of kernels if they are smaller, as with fewer tokens.
+    config = TransformerConfig(
+        vocab_size=VOCABULARY,
+        num_layers=LAYERS,
+        features=FEATURES,
+        num_heads=8,
+        hidden_features=32,
+        experts=Experts(8, 2, capacity),
+    )
+    options = {"batch": BATCH, "microbatches": 1, "precision": "float32", "remat": False}
+    setting = settings.make(config, None, 2 * LENGTH, {"expert": 8}, **options)
+    predicted = {t.kind: t for t in traffic.transfers(setting)}
+    found = compiled.collectives(compiled.step(config, BATCH, 2 * LENGTH, "expert", 8))
+    gathered = predicted["expert: experts"]
+    assert sum(map(sum, found["all-gather"])) == gathered.number * gathered.size
+    # XLA on CPUs has no reduce-scatter: it reduces, and takes a slice.
+    reduced = sum(t.number * t.size for t in predicted.values()) - gathered.number * gathered.size
+    tied = VOCABULARY * FEATURES * 4
+    assert sum(map(sum, found["all-reduce"])) - tied == pytest.approx(reduced, rel=0.01)
+    assert found.keys() == {"all-gather", "all-reduce"}

@@ -5,7 +5,7 @@ import pytest
 from effattn import __main__
 from effattn.analysis import best_mesh, plan, planning
 from effattn.analysis.planning import counts, sequence, settings, traffic
-from effattn.nn import TransformerConfig
+from effattn.nn import Experts, TransformerConfig
 
 MODEL = TransformerConfig(
     vocab_size=256, num_layers=4, features=64, num_heads=8, num_kv_heads=4, positions="none"
@@ -16,7 +16,7 @@ ROW = 8 * 128 * 64 * 2
 
 def setting(mesh, config=MODEL, **options):
     defaults = {"batch": 8, "microbatches": 1, "precision": "mixed", "remat": False}
-    options = {**defaults, "experts": (1, 1), **options}
+    options = {**defaults, **options}
     return settings.make(config, None, 128, mesh, **options)
 
 
@@ -50,11 +50,55 @@ def test_tensor_takes_two_all_reduces_a_layer_in_each_direction():
     assert again.number == plain.number + MODEL.num_layers
 
 
-def test_stages_and_experts():
+def test_stages_pass_activations_and_their_gradients():
     stage = transfers({"stage": 2}, microbatches=4)["stage: activations"]
     assert stage.number * stage.size == 2 * ROW
-    expert = transfers({"expert": 4}, experts=(8, 2))["expert: tokens"]
-    assert (expert.number, expert.size) == (4 * MODEL.num_layers, 2 * ROW / 4)
+
+
+def test_the_axis_expert_gathers_experts_and_scatters_their_gradients():
+    config = dataclasses.replace(MODEL, experts=(Experts(8), None) * 2)
+    found = transfers({"data": 2, "expert": 4}, config, remat=True)
+    kernels = 8 * 3 * 64 * settings.counts.hidden_features(config) * 2
+    gathered = found["expert: experts"]
+    assert (gathered.operation, gathered.number, gathered.size) == ("all-gather", 2 * 2, kernels)
+    assert found["expert: gradients of experts"].size == 2 * kernels
+    assert found["data: gradients of experts"].size == 2 * kernels / 4
+    whole = traffic.memory.parameters(setting({}, config))
+    assert found["data, expert: gradients"].size == 2 * (whole.total - whole.experts)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ({"expert": 8}, "expert must divide the number of experts, 4, got 8"),
+        ({"sequence": 2}, "sequence must be 1 with experts, because each device would compute"),
+        ({"tensor": 2}, "tensor must be 1 for experts without a capacity"),
+    ],
+)
+def test_meshes_on_which_experts_are_not_divided_are_refused(mesh, words):
+    config = dataclasses.replace(MODEL, experts=Experts(4))
+    with pytest.raises(ValueError, match=words):
+        plan(config, None, 128, mesh, "h100", batch=8)
+
+
+def test_operations_of_experts_are_those_of_the_chosen_ones():
+    def operations(**options):
+        config = dataclasses.replace(MODEL, **options)
+        return plan(config, None, 128, {}, "h100", batch=8).operations[
+            "feed-forward layers, forward"
+        ]
+
+    chosen = operations(experts=Experts(8, 2)) / operations()
+    assert chosen == pytest.approx(2, rel=0.1)  # and the router
+    one = operations(experts=Experts(8, 2, capacity_factor=0.5)) / operations()
+    assert one == pytest.approx(1, rel=0.1)
+    decoded = plan(
+        dataclasses.replace(MODEL, experts=Experts(8, 2)), None, 128, {}, "h100", training=False
+    )
+    dense = plan(MODEL, None, 128, {}, "h100", training=False)
+    of_layer = 3 * 64 * settings.counts.hidden_features(MODEL)
+    more = decoded.operations["weights"] - dense.operations["weights"]
+    assert more == 2 * MODEL.num_layers * (of_layer + 8 * 64)
 
 
 @pytest.mark.parametrize("mixer", ["softmax", {"name": "sliding_window", "local_window_size": 9}])
@@ -135,7 +179,6 @@ def test_a_mesh_that_does_not_divide_is_refused_with_a_sentence_for_each_number(
         ({"mesh": {"rows": 2}}, "the axes of a mesh are stage"),
         ({"mesh": {"data": 0}}, r"mesh\['data'\] must be an int, 1 or more"),
         ({"precision": "int8"}, "precision must be one of float32, mixed"),
-        ({"experts": (2, 3)}, "experts must be"),
         ({"model": "7B"}, "model must be a TransformerConfig"),
         ({"context": 0}, "context must be an int"),
         ({"training": False, "microbatches": 2, "batch": 2}, "microbatches must be 1 for decod"),
@@ -170,7 +213,7 @@ def test_decoding_reads_weights_and_states_once():
     assert found.tokens_per_second == pytest.approx(8 / found.seconds)
     parts = plan(MODEL, "softmax", 128, {"fsdp": 2}, slow, batch=8, training=False)
     assert parts.memory.parameters == found.memory.parameters / 2
-    assert [t.kind for t in parts.transfers] == ["fsdp: layers"]
+    assert [t.kind for t in parts.transfers] == ["fsdp: layers", "fsdp: embeddings"]
 
 
 def test_links_inside_and_between_islands():
