@@ -168,10 +168,11 @@ def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
 
-def state_bytes(config: TransformerConfig, batch: int, length: int) -> int:
-    """Bytes of the decode state of all layers."""
+@functools.lru_cache(maxsize=1024)
+def state_bytes(config: TransformerConfig, layer: int, batch: int, length: int) -> int:
+    """Bytes of the decode state of a layer."""
 
-    def of_layer(layer):
+    def state():
         mixer = Block(config, layer, rngs=nnx.Rngs(0)).mixer
         if not hasattr(mixer, "init_state"):
             raise ValueError(
@@ -179,10 +180,7 @@ def state_bytes(config: TransformerConfig, batch: int, length: int) -> int:
             )
         return mixer.init_state(batch, length)
 
-    return sum(
-        count * _bytes(jax.eval_shape(functools.partial(of_layer, layer)))
-        for layer, count in kinds(config).items()
-    )
+    return _bytes(jax.eval_shape(state))
 
 
 class Steps(NamedTuple):

@@ -82,17 +82,23 @@ def training(setting: Setting, compiler: liveness.Compiler, moving: float) -> Me
     if setting.microbatches > 1:
         # The sum over microbatches is there all the time.
         gradients += number * sizes["gradients"]
-    # The first of p stages has started p microbatches before the first of them comes back.
-    started = min(setting.mesh["stage"], setting.microbatches)
+    # With recomputation, the weights of one layer are there, and meanwhile those of the next one;
+    # without, all weights stay gathered from the forward to the backward pass.
+    together = 1 + compiler.overlaps if setting.config.remat else None
     return Memory(
         parameters=number * sizes["parameters"],
         masters=number * sizes["masters"],
         optimiser=number * sizes["optimiser"],
         gradients=gradients,
-        saved=peak.saved * started,
+        saved=peak.saved * started(setting),
         working=peak.working,
-        communication=moving + _gathered(setting, compiler),
+        communication=moving + _gathered(setting, together),
     )
+
+
+def started(setting: Setting) -> int:
+    """Microbatches that the first of p stages has started before the first of them comes back."""
+    return min(setting.mesh["stage"], setting.microbatches)
 
 
 def least(setting: Setting) -> float:
@@ -106,35 +112,46 @@ def least(setting: Setting) -> float:
 def decoding(setting: Setting) -> Memory:
     """Memory of decoding one token of each sequence."""
     weights = stored(setting) * setting.bytes_of["parameters"]
-    return Memory(parameters=weights, state=decode_state(setting))
-
-
-def decode_state(setting: Setting) -> float:
-    """Bytes of the decode state of one device; a cache of tokens is divided along the sequence."""
-    share = counts.at_length(setting.share, setting.context)
-    once, half = (
-        counts.state_bytes(share, setting.rows, length)
-        for length in (setting.context, max(1, setting.context // 2))
+    parts, found = setting.mesh["sequence"], states(setting)
+    each = [count * size / (parts if is_cache else 1) for size, is_cache, count in found]
+    # The compiler gathers the parts of a cache, one layer at a time.
+    cache = max((size for size, is_cache, _ in found if is_cache and parts > 1), default=0)
+    return Memory(
+        parameters=weights,
+        communication=cache + _gathered(setting, 2),
+        state=sum(each),
     )
-    parts = setting.mesh["sequence"] if once > half else 1
-    return once / (parts * setting.mesh["stage"])
 
 
-def _gathered(setting, compiler):
+def states(setting: Setting) -> list[tuple[int, bool, float]]:
+    """For each kind of layers: bytes of a decode state, whether it is a cache, number of layers.
+
+    A cache has an entry for each token, so that the axis `sequence` can divide it.
+    """
+    share = counts.at_length(setting.share, setting.context)
+    found = []
+    for layer, count in counts.kinds(share).items():
+        size, half = (
+            counts.state_bytes(share, layer, setting.rows, length)
+            for length in (setting.context, max(1, setting.context // 2))
+        )
+        found.append((size, size > half, count / setting.mesh["stage"]))
+    return found
+
+
+def _gathered(setting, together):
     """Bytes of weights that fsdp and expert have gathered.
 
-    With recomputation, one layer at a time, and meanwhile the next one; without, all layers stay
-    gathered from the forward to the backward pass.
+    These are the weights of some layers that are there together, or of the ends; None for all.
     """
     number, size = parameters(setting), setting.bytes_of["parameters"]
     is_divided = setting.mesh["fsdp"] > 1
     of_layers = (is_divided or setting.mesh["expert"] > 1) * number.experts
     of_layers += is_divided * number.layers
     ends = is_divided * number.ends
-    if not setting.config.remat:
+    if together is None:
         return (of_layers + ends) * size
-    together = min(1 + compiler.overlaps, setting.layers)
-    return max(together * of_layers / setting.layers, ends) * size
+    return max(min(1, together / setting.layers) * of_layers, ends) * size
 
 
 class _Peak(NamedTuple):

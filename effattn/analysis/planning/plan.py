@@ -183,7 +183,10 @@ def _trained(setting, device, compiler):
     passes = (3 if setting.config.remat else 2) * setting.microbatches
     weights = memory.parameters(setting).total * setting.bytes_of["parameters"]
     moved = passes * weights + 2 * (
-        used.masters + used.optimiser + used.parameters + used.saved * setting.microbatches
+        used.masters
+        + used.optimiser
+        + used.parameters
+        + used.saved / memory.started(setting) * setting.microbatches
     )
     return Plan(
         setting=setting,
@@ -213,7 +216,9 @@ def _decoded(setting, device):
     others = weights.layers + weights.ends
     operations = {"weights": 2.0 * setting.rows * (others + of_token)}
     read = others + min(weights.experts, setting.rows * of_token)
-    moved = read * setting.bytes_of["parameters"] + used.state
+    # Each of the devices that divide a cache reads the whole cache.
+    states = sum(size * count for size, _, count in memory.states(setting))
+    moved = read * setting.bytes_of["parameters"] + states
     return Plan(
         setting=setting,
         hardware=device,

@@ -5,6 +5,7 @@ Sources: Rajbhandari et al. 2020 (ZeRO) for data and fsdp; Shoeybi et al. 2019 a
 `effattn.parallel`.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -53,9 +54,16 @@ def transfers(setting: Setting) -> tuple[Transfer, ...]:
 def decoding(setting: Setting) -> tuple[Transfer, ...]:
     """All transfers of a step that decodes one token of each sequence."""
     row, layers = _row(setting), 2 * setting.layers
+    caches = [(round(count), size) for size, is_cache, count in memory.states(setting) if is_cache]
     found = (
         *_gathered(setting, 1),
         *_collectives(setting, "tensor: activations", "all-reduce", ("tensor",), layers, row),
+        *_collectives(setting, "stage: activations", "send", ("stage",), 1, row),
+        # Each device computes attention to the whole cache.
+        *itertools.chain.from_iterable(
+            _collectives(setting, "sequence: cache", "all-gather", ("sequence",), *cache)
+            for cache in caches
+        ),
     )
     return tuple(each for each in found if each.number)
 

@@ -144,13 +144,23 @@ def test_the_axis_expert_divides_experts_alone():
 
 
 def test_a_cache_is_divided_along_the_sequence_and_a_state_is_not():
+    def decoded(mixer, **mesh):
+        return planning.plan(model(mixer), None, 128, mesh, "h100", training=False)
+
     def state(mixer, **mesh):
-        return planning.plan(model(mixer), None, 128, mesh, "h100", training=False).memory.state
+        return decoded(mixer, **mesh).memory.state
 
     # Keys and values of 16 bits.
     assert state("softmax") == 3 * 128 * 2 * 64 * 2 + 3 * 4
     assert state("softmax", sequence=4) == pytest.approx(state("softmax") / 4, abs=16)
     assert state("linear", sequence=4) == state("linear")
+    mixed = ["softmax", "linear", "linear"]
+    whole = state("softmax") / 3 / 4 + 2 * state("linear") / 3
+    assert state(mixed, sequence=4) == pytest.approx(whole, abs=16)
+    # Each device gathers the cache of a layer.
+    assert decoded("softmax", sequence=4).memory.communication == state("softmax") / 3
+    (gather,) = decoded("softmax", sequence=4).transfers
+    assert gather[:5] == ("sequence: cache", "all-gather", ("sequence",), 3, state("softmax") / 3)
 
 
 def test_pipelines_keep_the_activations_of_microbatches_that_are_on_their_way():

@@ -216,6 +216,33 @@ def test_decoding_reads_weights_and_states_once():
     assert [t.kind for t in parts.transfers] == ["fsdp: layers", "fsdp: embeddings"]
 
 
+def test_decoding_sends_activations_to_the_next_stage_and_gathers_experts():
+    config = dataclasses.replace(MODEL, experts=Experts(4))
+    found = plan(
+        config, None, 128, {"stage": 2, "expert": 2}, "h100", batch=8, training=False
+    ).transfers
+    sent = {t.kind: (t.operation, t.number) for t in found}
+    assert sent == {"expert: experts": ("all-gather", 2), "stage: activations": ("send", 1)}
+
+
+def test_saved_activations_pass_the_memory_once_for_each_microbatch():
+    slow = planning.Hardware(
+        name="slow", memory=1e9, operations=1e30, bandwidth=1e6, inside=1e30, between=1e30, island=8
+    )
+
+    def saved(stages):
+        found = plan(MODEL, None, 128, {"stage": stages}, slow, batch=8, microbatches=8)
+        used = found.memory
+        weights = 3 * 8 * used.parameters + 2 * (used.masters + used.optimiser + used.parameters)
+        return found.computing * 1e6 - weights, used.saved
+
+    (one, held), (half, same) = saved(1), saved(2)
+    # Half of the layers, twice as many microbatches in memory.
+    assert same == pytest.approx(held, rel=0.01)
+    assert one == pytest.approx(2 * 8 * held, rel=0.01)
+    assert half == pytest.approx(one / 2, rel=0.01)
+
+
 def test_links_inside_and_between_islands():
     h100 = planning.HARDWARE["h100"]
     mesh = setting({"data": 4, "fsdp": 2, "tensor": 8}, batch=64)
