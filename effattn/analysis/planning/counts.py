@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from effattn import registry
@@ -131,16 +132,27 @@ def operations_of_layer(
     config: TransformerConfig, layer: int, length: int, module: str | None = None
 ) -> Pass:
     """Operations of a layer for one sequence, or of one of its modules."""
-    names = [group["name"] for group in config.layer_mixer(layer)]
-    power = max(registry.get(n).time_exponent if isinstance(n, str) else 1.0 for n in names)
+    powers = [_power(group["name"]) for group in config.layer_mixer(layer)]
 
     def counted(which):
-        return cost.extrapolated(
-            lambda n: _operations(at_length(config, n), layer, module, n)[which], length, power
-        )
+        def count(n):
+            return _operations(at_length(config, n), layer, module, n)[which]
+
+        if None in powers and length > cost.COUNTED:
+            # A polynomial through three counts: linear or quadratic, as the counts are.
+            lengths = cost.COUNTED / np.array([4, 2, 1])
+            through = np.polyfit(lengths, [count(int(n)) for n in lengths], 2)
+            return float(np.polyval(through, length))
+        return cost.extrapolated(count, length, max(power or 1.0 for power in powers))
 
     forward, both = counted(0), counted(1)
     return Pass(forward, both - forward)
+
+
+def _power(mixer):
+    """Power of the length with which the time of a registered mixer grows; None for others."""
+    entry = registry.get(mixer) if isinstance(mixer, str) else registry.entry_of(mixer)
+    return None if entry is None else entry.time_exponent
 
 
 def operations_of_ends(config: TransformerConfig) -> Pass:

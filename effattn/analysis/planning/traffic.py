@@ -69,24 +69,25 @@ def decoding(setting: Setting) -> tuple[Transfer, ...]:
 
 
 def seconds(transfer: Transfer, setting: Setting, hardware: Hardware) -> float:
-    """Time of the transfers alone."""
-    return transfer.sent / rate(transfer.axes, setting, hardware)
+    """Time of the transfers alone.
 
-
-def rate(axes: tuple[str, ...], setting: Setting, hardware: Hardware) -> float:
-    """Bytes a second that one device sends to devices along mesh axes.
-
-    The last axes of the mesh lie inside an island. A collective between islands uses the links of
-    all its members in an island.
+    The last axes of the mesh lie inside an island. Gathers and sums between islands use the links
+    of all their members in an island. In an exchange, a device sends what is for other islands by
+    its own link. All devices send to a neighbour at once, so that the slowest link decides.
     """
+    axes, sent = transfer.axes, transfer.sent
     nearer = math.prod(setting.mesh[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
-    members = setting.size(*axes)
-    first = AXES.index(axes[0])
-    span = math.prod(setting.mesh[axis] for axis in AXES[first:])
+    span = math.prod(setting.mesh[axis] for axis in AXES[AXES.index(axes[0]) :])
     if span <= hardware.island:
-        return hardware.inside
+        return sent / hardware.inside
+    members = setting.size(*axes)
     together = max(1, min(members, hardware.island // nearer))
-    return min(hardware.inside, together * hardware.between)
+    if transfer.operation == "send":
+        return sent / hardware.between
+    if transfer.operation == "all-to-all":
+        outside = sent * (members - together) / (members - 1)
+        return max((sent - outside) / hardware.inside, outside / hardware.between)
+    return sent / min(hardware.inside, together * hardware.between)
 
 
 def _collectives(setting, kind, operation, axes, count, size, overlaps=False):

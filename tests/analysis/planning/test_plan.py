@@ -1,6 +1,9 @@
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from effattn import __main__
 from effattn.analysis import best_mesh, plan, planning
@@ -243,14 +246,59 @@ def test_saved_activations_pass_the_memory_once_for_each_microbatch():
     assert half == pytest.approx(one / 2, rel=0.01)
 
 
+def rate(operation, axis, mesh):
+    """Bytes a second of a transfer of a device with 8 devices in an island."""
+    given = traffic.Transfer("", operation, (axis,), 1, 1e9, 1e9, False)
+    found = setting(mesh, batch=1024)
+    return 1e9 / traffic.seconds(given, found, planning.HARDWARE["h100"])
+
+
 def test_links_inside_and_between_islands():
     h100 = planning.HARDWARE["h100"]
-    mesh = setting({"data": 4, "fsdp": 2, "tensor": 8}, batch=64)
-    assert traffic.rate(("tensor",), mesh, h100) == h100.inside
-    assert traffic.rate(("fsdp",), mesh, h100) == h100.between
-    mesh = setting({"fsdp": 32}, batch=64)
+    mesh = {"data": 4, "fsdp": 2, "tensor": 8}
+    assert rate("all-reduce", "tensor", mesh) == h100.inside
+    assert rate("all-gather", "fsdp", mesh) == h100.between
     # Eight members of a host use eight adapters together.
-    assert traffic.rate(("fsdp",), mesh, h100) == min(h100.inside, 8 * h100.between)
+    assert rate("all-gather", "fsdp", {"fsdp": 32}) == min(h100.inside, 8 * h100.between)
+
+
+def test_neighbours_wait_for_the_slowest_link():
+    h100 = planning.HARDWARE["h100"]
+    assert rate("send", "sequence", {"sequence": 8}) == h100.inside
+    assert rate("send", "sequence", {"sequence": 16}) == h100.between
+    assert rate("send", "stage", {"stage": 2, "tensor": 8}) == h100.between
+
+
+def test_exchanges_between_islands_use_the_link_of_each_device():
+    h100 = planning.HARDWARE["h100"]
+    # 8 of the 15 other devices are in the other island.
+    assert rate("all-to-all", "sequence", {"sequence": 16}) == pytest.approx(h100.between * 15 / 8)
+    assert rate("all-to-all", "sequence", {"sequence": 2, "tensor": 8}) == h100.between
+
+
+def quadratic(query, key, value):
+    weights = jax.nn.softmax(jnp.einsum("...qnh,...knh->...nqk", query, key))
+    return jnp.einsum("...nqk,...knh->...qnh", weights, value)
+
+
+class Linear(nnx.Module):
+    def __init__(self, in_features, *, rngs):
+        self.project = nnx.Linear(in_features, in_features, rngs=rngs)
+
+    def __call__(self, x, **padding):
+        return self.project(x)
+
+
+@pytest.mark.parametrize(("mixer", "power"), [(quadratic, 2), (Linear, 1)])
+def test_operations_of_functions_grow_as_they_do(mixer, power, monkeypatch):
+    config = dataclasses.replace(
+        MODEL, mixer=mixer, num_kv_heads=None, is_causal=mixer is Linear, dtype="float32"
+    )
+    exact = counts.operations_of_layer(config, 0, 2048, "mixer")
+    monkeypatch.setattr(counts.cost, "COUNTED", 512)
+    found = counts.operations_of_layer(config, 0, 2048, "mixer")
+    assert found == pytest.approx(exact, rel=1e-6)
+    assert found.forward / counts.operations_of_layer(config, 0, 512, "mixer").forward > 3 * power
 
 
 def test_the_best_mesh_fits_and_is_the_fastest():
