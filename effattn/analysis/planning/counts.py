@@ -41,11 +41,12 @@ class Pass(NamedTuple):
         return self.plus(other.times(-1))
 
 
-def alike(config: TransformerConfig) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def alike(config: TransformerConfig) -> tuple[int, ...]:
     """For each layer, the index of the first layer that is like it."""
     layers = range(config.num_layers)
     described = [(config.layer_mixer(layer), config.layer_experts(layer)) for layer in layers]
-    return [described.index(layer) for layer in described]
+    return tuple(described.index(layer) for layer in described)
 
 
 def kinds(config: TransformerConfig) -> dict[int, int]:
@@ -53,6 +54,7 @@ def kinds(config: TransformerConfig) -> dict[int, int]:
     return dict(collections.Counter(alike(config)))
 
 
+@functools.lru_cache(maxsize=1024)
 def at_length(config: TransformerConfig, length: int) -> TransformerConfig:
     """The model with the sizes that the registry derives from the length, unless they are given."""
     if not isinstance(config.mixer, str):
@@ -120,23 +122,46 @@ def parameters_of_mixer(config: TransformerConfig, layer: int) -> tuple[int, int
     return len(jax.tree.leaves(parameters)), _bytes(parameters)
 
 
-def operations_of_layers(config: TransformerConfig, length: int, module: str | None = None) -> Pass:
-    """Operations of all layers for one sequence, or of one module of each."""
-    found = Pass(0.0, 0.0)
+class Layers(NamedTuple):
+    """Operations of all layers for one sequence.
+
+    Attributes:
+      mixers: in the mixers.
+      feed_forward: in the feed-forward layers or experts.
+      others: in norms and residual connections.
+    """
+
+    mixers: Pass
+    feed_forward: Pass
+    others: Pass
+
+
+@functools.lru_cache(maxsize=1024)
+def operations_of_layers(config: TransformerConfig, length: int) -> Layers:
+    """Operations of all layers for one sequence."""
+    found = Layers(*[Pass(0.0, 0.0)] * 3)
+    # All but the mixers do the same for each token.
+    few = min(length, cost.COUNTED // 4)
     for layer, count in kinds(config).items():
-        found = found.plus(operations_of_layer(config, layer, length, module).times(count))
+        mixer = operations_of_mixer(config, layer, length)
+        sized = at_length(config, few)
+        own, feed_forward, block = (
+            _operations(sized, layer, module, few) for module in ("mixer", "feed_forward", None)
+        )
+        others = block.minus(feed_forward).minus(own)
+        each = mixer, *(part.times(length / few) for part in (feed_forward, others))
+        found = Layers(*(x.plus(y.times(count)) for x, y in zip(found, each, strict=True)))
     return found
 
 
-def operations_of_layer(
-    config: TransformerConfig, layer: int, length: int, module: str | None = None
-) -> Pass:
-    """Operations of a layer for one sequence, or of one of its modules."""
+@functools.lru_cache(maxsize=1024)
+def operations_of_mixer(config: TransformerConfig, layer: int, length: int) -> Pass:
+    """Operations of a layer's mixer for one sequence."""
     powers = [_power(group["name"]) for group in config.layer_mixer(layer)]
 
     def counted(which):
         def count(n):
-            return _operations(at_length(config, n), layer, module, n)[which]
+            return _operations(at_length(config, n), layer, "mixer", n)[which]
 
         if None in powers and length > cost.COUNTED:
             # A polynomial through three counts: linear or quadratic, as the counts are.
@@ -145,8 +170,7 @@ def operations_of_layer(
             return float(np.polyval(through, length))
         return cost.extrapolated(count, length, max(power or 1.0 for power in powers))
 
-    forward, both = counted(0), counted(1)
-    return Pass(forward, both - forward)
+    return Pass(counted(0), counted(1))
 
 
 def _power(mixer):
@@ -155,6 +179,7 @@ def _power(mixer):
     return None if entry is None else entry.time_exponent
 
 
+@functools.lru_cache(maxsize=1024)
 def operations_of_ends(config: TransformerConfig) -> Pass:
     """Operations for each token of the embedding, the last norm, the logits and the loss."""
     graph, parameters, others = _split_model(first_layers(at_length(config, _FEW), 1))
@@ -275,8 +300,9 @@ def programs(
 
 @functools.lru_cache(maxsize=1024)
 def _operations(config, layer, module, length):
-    """Operations of a forward pass, and of a forward and a backward pass, of one sequence."""
-    return tuple(map(cost.operations, programs(config, layer, module, length)))
+    """Operations of a layer or of one of its modules for one sequence."""
+    once, twice = map(cost.operations, programs(config, layer, module, length))
+    return Pass(once, twice - once)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -290,9 +316,28 @@ def split(config, layer, module):
     return nnx.split(nnx.eval_shape(build), nnx.Param, ...)
 
 
+class _Model(TransformerLM):
+    """A model that calls all layers by one function, which JAX traces once for layers alike."""
+
+    def _block(self, block, x, *_):
+        return _call(self.config.remat, self.config.remat_policy)(block, x), ()
+
+
+@functools.cache
+def _call(remat, policy):
+    def call(block, x):
+        return block(x)
+
+    if not remat:
+        return call
+    if isinstance(policy, str):
+        policy = getattr(jax.checkpoint_policies, policy)
+    return jax.checkpoint(call, policy=policy)
+
+
 @functools.lru_cache(maxsize=256)
 def _split_model(config):
-    abstract = nnx.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: _Model(config, rngs=nnx.Rngs(0)))
     return nnx.split(abstract, nnx.Param, ...)
 
 

@@ -163,31 +163,31 @@ class _Peak(NamedTuple):
 def _peak(setting: Setting, compiler) -> _Peak:
     """The step that needs most memory, of one microbatch.
 
-    Memory is counted for models of two and of three layers, and continued in straight lines: each
-    more layer adds its saved activations or its gradients. Layers that differ are counted in full,
-    and then saved activations are not told from working ones.
+    Memory is counted for a model of four layers, and continued in straight lines: each more layer
+    adds its saved activations or its gradients. Layers that differ are counted in full, and then
+    saved activations are not told from working ones.
     """
-    whole = counts.at_length(setting.share, setting.context)
+    share = counts.at_length(setting.share, setting.context)
     shards = parameters(setting).total / stored(setting) if compiler.scatters else 1
-    devices, forms = setting.mesh["sequence"], _forms(whole, setting)
+    devices, forms = setting.mesh["sequence"], _forms(share, setting)
 
     def segments(layers):
-        config = counts.first_layers(whole, layers)
+        config = counts.first_layers(share, layers)
         sizes = setting.rows, setting.tokens, compiler
-        steps = counts.steps(config, *sizes, forms[:layers], devices)
+        steps = counts.steps(config, *sizes, forms[:1] * layers if alike else forms, devices)
         return [_most(steps.timeline, start, end, shards) for start, end in _bounds(steps)]
 
-    if len(counts.kinds(whole)) > 1:
+    alike = len(counts.kinds(share)) == 1
+    if not alike:
         return _labelled(segments(setting.layers), 0, setting.layers)
-    two, three = segments(2), segments(3)
-    saved = three[0][1] - two[0][1]
+    last, third, second, first, end = segments(4)
+    saved, gradients = third[1] - second[1], second[0] - third[0]
     if setting.layers < 4:
         return _labelled(segments(setting.layers), saved, setting.layers)
-    # The segments of two layers, and those of three layers without the middle one.
-    grown = zip(two, [three[0], *three[2:]], strict=True)
-    more = setting.layers - 2
-    ended = [tuple(x + more * (y - x) for x, y in zip(a, b, strict=True)) for a, b in grown]
-    return _labelled(ended, saved, setting.layers)
+    more = setting.layers - 4
+    grown = [(last[0], last[1] + more * saved)]
+    grown += [(each[0] + more * gradients, each[1]) for each in (first, end)]
+    return _labelled(grown, saved, setting.layers)
 
 
 def _forms(share, setting):

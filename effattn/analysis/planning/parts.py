@@ -38,7 +38,6 @@ def of_device(
     return jex_core.ClosedJaxpr(call.params["jaxpr"], ())
 
 
-@functools.lru_cache(maxsize=1024)
 def forward(
     config: TransformerConfig, layer: int, devices: int, length: int
 ) -> tuple[Callable[..., Any], Any]:
@@ -54,6 +53,19 @@ def forward(
       ValueError: no form of `effattn.parallel` takes the mixer, so that models would give all
         tokens to each device.
     """
+    form, found = _forward(config, layer, devices, length)
+    if form is None:
+        name = config.layer_mixer(layer)[0]["name"]
+        raise ValueError(
+            f"sequence must be 1 for the mixer {name!r}, whose tokens each device would gather, "
+            f"got {devices}: {found}"
+        )
+    return form, found
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward(config, layer, devices, length):
+    """A form and its jaxpr, or None and the reason."""
     mixer = nnx.eval_shape(lambda: Block(config, layer, rngs=nnx.Rngs(0)).mixer)
     x = jax.ShapeDtypeStruct((1, length, config.features), config.dtype)
     reason = f"no form of effattn.parallel takes {type(mixer).__name__}"
@@ -66,8 +78,4 @@ def forward(
             return form, of_device(run, devices, (WHOLE, TOKENS), TOKENS, mixer, x)
         except ValueError as error:
             reason = str(error)
-    name = config.layer_mixer(layer)[0]["name"]
-    raise ValueError(
-        f"sequence must be 1 for the mixer {name!r}, whose tokens each device would gather, got "
-        f"{devices}: {reason}"
-    )
+    return None, reason

@@ -162,9 +162,27 @@ def planned(
 
 
 def least_seconds(setting: Setting, device: Hardware) -> float:
-    """Lower bound of the time of a training step, without its memory."""
-    computing = sum(_operations(setting).values()) / device.operations
-    times = _waits(traffic.transfers(setting), setting, device)
+    """Lower bound of the time of a training step, for which only the whole model is counted.
+
+    Each of t devices of the axis tensor has at least 1 / t of the heads, of the hidden features and
+    of the vocabulary, and so at least 1 / t of the operations. The bound leaves out what devices
+    exchange and compute more than once because they divide a sequence, and saved activations.
+    """
+    parts = setting.mesh["tensor"]
+    whole = dataclasses.replace(setting, mesh={**setting.mesh, "tensor": 1})
+    operations = {name: number / parts for name, number in _operations(whole).items()}
+    return _seconds(operations, traffic.without_exchanges(setting), setting, device)
+
+
+def closer_seconds(setting: Setting, device: Hardware) -> float:
+    """Lower bound of the time of a training step, which leaves out saved activations alone."""
+    operations = _operations(setting) | _waste(setting)
+    return _seconds(operations, traffic.transfers(setting), setting, device)
+
+
+def _seconds(operations, transfers, setting, device):
+    computing = _computing(operations, _moved(setting), device)
+    times = _waits(transfers, setting, device)
     return (max(computing, times["hidden"]) + times["waiting"]) / (1 - _bubble(setting))
 
 
@@ -173,21 +191,28 @@ def _bubble(setting):
     return (stages - 1) / (setting.microbatches + stages - 1)
 
 
-def _trained(setting, device, compiler):
-    operations = _operations(setting)
-    transfers = traffic.transfers(setting)
-    moving = max((t.size for t in transfers if _moves(t.kind)), default=0.0)
-    used = memory.training(setting, compiler, moving)
-    # Weights are read forward, backward and in recomputation; gradients and states are read and
-    # written once, as are saved activations.
+def _computing(operations, moved, device):
+    return max(sum(operations.values()) / device.operations, moved / device.bandwidth)
+
+
+def _moved(setting, saved=0.0):
+    """Bytes between a device and its memory; `saved` are those of a microbatch's activations.
+
+    Weights are read forward, backward and in recomputation. States of training and activations are
+    read and written once.
+    """
+    sizes = setting.bytes_of
     passes = (3 if setting.config.remat else 2) * setting.microbatches
-    weights = memory.parameters(setting).total * setting.bytes_of["parameters"]
-    moved = passes * weights + 2 * (
-        used.masters
-        + used.optimiser
-        + used.parameters
-        + used.saved / memory.started(setting) * setting.microbatches
-    )
+    weights = passes * memory.parameters(setting).total * sizes["parameters"]
+    states = memory.stored(setting) * (sum(sizes.values()) - sizes["gradients"])
+    return weights + 2 * (states + saved * setting.microbatches)
+
+
+def _trained(setting, device, compiler):
+    operations, transfers = _operations(setting) | _waste(setting), traffic.transfers(setting)
+    moving = max((t.size for t in transfers if t.kind.startswith("stage")), default=0.0)
+    used = memory.training(setting, compiler, moving)
+    moved = _moved(setting, used.saved / memory.started(setting))
     return Plan(
         setting=setting,
         hardware=device,
@@ -195,15 +220,10 @@ def _trained(setting, device, compiler):
         memory=used,
         operations=operations,
         transfers=transfers,
-        computing=max(sum(operations.values()) / device.operations, moved / device.bandwidth),
+        computing=_computing(operations, moved, device),
         **_waits(transfers, setting, device),
         bubble=_bubble(setting),
     )
-
-
-def _moves(kind):
-    """True for transfers whose data is in buffers beside the activations."""
-    return kind.startswith("stage")
 
 
 def _decoded(setting, device):
@@ -226,7 +246,7 @@ def _decoded(setting, device):
         memory=used,
         operations=operations,
         transfers=transfers,
-        computing=max(sum(operations.values()) / device.operations, moved / device.bandwidth),
+        computing=_computing(operations, moved, device),
         **_waits(transfers, setting, device),
         # A token passes the stages one after another.
         bubble=1 - 1 / setting.mesh["stage"],
@@ -245,39 +265,33 @@ def _operations(setting) -> dict[str, float]:
     """Operations of one device by part."""
     share, rows = setting.share, setting.rows * setting.microbatches
     stages = setting.mesh["stage"]
-    of_layers = [
-        counts.operations_of_layers(share, setting.context, module).times(
-            rows / (stages * setting.mesh["sequence"])
-        )
-        for module in ("mixer", "feed_forward", None)
-    ]
-    mixers, feed_forward, layers = of_layers
-    others = layers.minus(mixers)
-    slower = _in_parts(setting, mixers).minus(mixers)
+    runs = rows / (stages * setting.mesh["sequence"])
+    mixers, feed_forward, others = (
+        part.times(runs) for part in counts.operations_of_layers(share, setting.context)
+    )
     ends = counts.operations_of_ends(share).times(rows * setting.tokens)
     found: dict[str, Pass] = {
         "mixers": mixers,
         "feed-forward layers": feed_forward,
-        "norms and sums": others.minus(feed_forward),
+        "norms and sums": others,
         "logits and loss": ends,
     }
     named = {f"{name}, forward": part.forward for name, part in found.items()}
     named |= {f"{name}, backward": part.backward for name, part in found.items()}
-    repeated = layers.forward if setting.config.remat else 0.0
-    waste = {"recomputed": repeated, "divided sequence": slower.forward + slower.backward}
     if setting.config.remat:
-        waste["divided sequence"] += slower.forward
-    return named | {name: number for name, number in waste.items() if number}
+        named["recomputed"] = sum(part.forward for part in (mixers, feed_forward, others))
+    return named
 
 
-def _in_parts(setting, mixers):
-    """Operations of the mixers on one of the devices that divide the sequence."""
+def _waste(setting):
+    """Operations of the mixers beyond an equal share of each device that divides the sequence."""
     share = counts.at_length(setting.share, setting.context)
     runs = setting.rows * setting.microbatches / setting.mesh["stage"]
+    again, waste = 2 if setting.config.remat else 1, 0.0
     for layer, count, each in traffic.exchanges(setting):
         if each.operations is not None:
-            equal = counts.operations_of_layer(share, layer, setting.context, "mixer")
-            equal = equal.times(1 / setting.mesh["sequence"])
-            more = [max(0.0, x) for x in each.operations.minus(equal)]
-            mixers = mixers.plus(Pass(*more).times(count * runs))
-    return mixers
+            equal = counts.operations_of_mixer(share, layer, setting.context)
+            more = each.operations.minus(equal.times(1 / setting.mesh["sequence"]))
+            forward, backward = (max(0.0, x) for x in more)
+            waste += count * runs * (again * forward + backward)
+    return {"divided sequence": waste} if waste else {}

@@ -1,6 +1,7 @@
 """A training step on a mesh: the model, its sizes, and the share of one device."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -76,19 +77,7 @@ class Setting:
     @property
     def share(self) -> TransformerConfig:
         """The layers as one device computes them: its heads, hidden features and vocabulary."""
-        config, parts = self.config, self.mesh["tensor"]
-        if parts == 1:
-            return config
-        head_dim = config.head_dim or config.features // config.num_heads
-        return dataclasses.replace(
-            config,
-            vocab_size=-(-config.vocab_size // parts),
-            num_heads=config.num_heads // parts,
-            # Fewer key heads than devices are repeated.
-            num_kv_heads=config.num_kv_heads and max(1, config.num_kv_heads // parts),
-            head_dim=head_dim,
-            hidden_features=counts.hidden_features(config) // parts,
-        )
+        return _share(self.config, self.mesh["tensor"])
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each number that does not divide."""
@@ -129,6 +118,22 @@ class Setting:
             for layer in layers
             if not counts.has_heads(counts.at_length(self.config, self.context), layer)
         }
+
+
+@functools.lru_cache(maxsize=1024)
+def _share(config, parts):
+    if parts == 1:
+        return config
+    head_dim = config.head_dim or config.features // config.num_heads
+    return dataclasses.replace(
+        config,
+        vocab_size=-(-config.vocab_size // parts),
+        num_heads=config.num_heads // parts,
+        # Fewer key heads than devices are repeated.
+        num_kv_heads=config.num_kv_heads and max(1, config.num_kv_heads // parts),
+        head_dim=head_dim,
+        hidden_features=counts.hidden_features(config) // parts,
+    )
 
 
 def make(

@@ -40,12 +40,16 @@ class Transfer(NamedTuple):
 
 def transfers(setting: Setting) -> tuple[Transfer, ...]:
     """All transfers of a training step."""
+    return (*without_exchanges(setting), *_sequence(setting))
+
+
+def without_exchanges(setting: Setting) -> tuple[Transfer, ...]:
+    """The transfers of a training step, without those of the mixers of a divided sequence."""
     found = [
         *_gradients(setting),
         # Once more for the backward pass if layers are recomputed.
         *_gathered(setting, 2 if setting.config.remat else 1),
         *_tensor(setting),
-        *_sequence(setting),
         *_stages(setting),
     ]
     return tuple(each for each in found if each.number)

@@ -1,4 +1,7 @@
+import contextlib
 import dataclasses
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +9,9 @@ import pytest
 from flax import nnx
 
 from effattn import __main__
-from effattn.analysis import best_mesh, plan, planning
+from effattn.analysis import best_mesh, liveness, plan, planning
 from effattn.analysis.planning import counts, sequence, settings, traffic
+from effattn.analysis.planning.plan import closer_seconds, least_seconds, planned
 from effattn.nn import Experts, TransformerConfig
 
 MODEL = TransformerConfig(
@@ -129,12 +133,12 @@ def test_states_that_pass_do_not_depend_on_the_length(mixer):
     short, long = (sequence.exchange(config, 0, 4, n) for n in (256, 512))
     assert short[:3] == long[:3] and short.form == "pass_states"
     # The recurrence runs twice.
-    alone = counts.operations_of_layer(config, 0, 512, "mixer")
+    alone = counts.operations_of_mixer(config, 0, 512)
     assert sum(long.operations) > 1.1 * sum(alone) / 4
 
 
 def test_layers_divide_a_sequence_each_by_its_form():
-    mixed = dataclasses.replace(MODEL, num_kv_heads=None, mixer=["softmax", "linear"] * 2)
+    mixed = dataclasses.replace(MODEL, num_layers=2, mixer=["softmax", "linear"])
     pure = [dataclasses.replace(mixed, mixer=mixer) for mixer in ("softmax", "linear")]
     found = [plan(c, None, 128, {"sequence": 4}, "h100", batch=8) for c in (mixed, *pure)]
     waste = [p.operations.get("divided sequence", 0) for p in found]
@@ -294,11 +298,11 @@ def test_operations_of_functions_grow_as_they_do(mixer, power, monkeypatch):
     config = dataclasses.replace(
         MODEL, mixer=mixer, num_kv_heads=None, is_causal=mixer is Linear, dtype="float32"
     )
-    exact = counts.operations_of_layer(config, 0, 2048, "mixer")
+    exact = counts.operations_of_mixer(config, 0, 2048)
     monkeypatch.setattr(counts.cost, "COUNTED", 512)
-    found = counts.operations_of_layer(config, 0, 2048, "mixer")
+    found = counts.operations_of_mixer(config, 0, 2048)
     assert found == pytest.approx(exact, rel=1e-6)
-    assert found.forward / counts.operations_of_layer(config, 0, 512, "mixer").forward > 3 * power
+    assert found.forward / counts.operations_of_mixer(config, 0, 512).forward > 3 * power
 
 
 def test_the_best_mesh_fits_and_is_the_fastest():
@@ -313,6 +317,49 @@ def test_the_best_mesh_fits_and_is_the_fastest():
     small = dataclasses.replace(tiny, memory=1e3)
     with pytest.raises(ValueError, match="the memory of a device is too small"):
         best_mesh(MODEL, None, 128, 8, small, batch=8, axes=("data", "fsdp"))
+
+
+TINY = planning.Hardware(
+    name="tiny", memory=5e6, operations=1e12, bandwidth=1e11, inside=1e10, between=1e9, island=4
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "axes"),
+    [
+        pytest.param(MODEL, ("fsdp", "sequence", "tensor"), id="sequence", marks=pytest.mark.slow),
+        pytest.param(
+            dataclasses.replace(MODEL, experts=Experts(4)),
+            ("stage", "data", "fsdp", "expert"),
+            id="experts",
+        ),
+    ],
+)
+def test_the_search_finds_what_all_plans_give(config, axes):
+    found = best_mesh(config, None, 128, 8, TINY, batch=8, axes=axes, count=4)
+    fitting = []
+    for sizes in itertools.product((1, 2, 4, 8), repeat=len(axes)):
+        mesh = dict(zip(axes, sizes, strict=True))
+        if math.prod(sizes) != 8 or mesh.get("tensor", 1) > TINY.island:
+            continue
+        rows = math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert"))
+        parts = 8 // rows if mesh.get("stage", 1) > 1 else 1
+        with contextlib.suppress(ValueError):
+            each = plan(config, None, 128, mesh, TINY, batch=8, microbatches=parts)
+            fitting += [each] if each.fits else []
+    assert len(fitting) > 4
+    seconds = sorted(each.seconds for each in fitting)[:4]
+    assert [each.seconds for each in found.plans] == seconds
+
+
+@pytest.mark.parametrize(
+    ("mixer", "mesh"),
+    [("softmax", {"stage": 2, "tensor": 4}), ("linear", {"sequence": 2, "tensor": 2})],
+)
+def test_bounds_of_the_search_hold(mixer, mesh):
+    given = setting(mesh, dataclasses.replace(MODEL, mixer=mixer), remat=True)
+    found = planned(given, TINY, True, liveness.ACCELERATOR)
+    assert least_seconds(given, TINY) < closer_seconds(given, TINY) <= found.seconds
 
 
 def test_the_command_line(capsys, monkeypatch):
