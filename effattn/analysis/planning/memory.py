@@ -102,11 +102,18 @@ def started(setting: Setting) -> int:
 
 
 def least(setting: Setting) -> float:
-    """Lower bound of the memory of a training step: states, and inputs of the recomputed layers."""
-    sizes = setting.bytes_of
+    """Lower bound of the memory of a training step, for which nothing is counted in programs.
+
+    It has the states of training and, at the step that computes the loss, the inputs of all layers
+    and the float32 logits.
+    """
+    sizes, number = setting.bytes_of, stored(setting)
     states = sum(size for name, size in sizes.items() if name != "gradients")
-    inputs = setting.rows * setting.tokens * setting.config.features * sizes["parameters"]
-    return stored(setting) * states + setting.layers * inputs
+    sums = sizes["gradients"] if setting.microbatches > 1 else 0
+    tokens = setting.rows * setting.tokens
+    inputs = tokens * setting.config.features * sizes["parameters"]
+    logits = 4 * tokens * setting.share.vocab_size
+    return number * (states + sums) + started(setting) * setting.layers * inputs + logits
 
 
 def decoding(setting: Setting) -> Memory:

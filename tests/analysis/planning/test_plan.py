@@ -360,6 +360,7 @@ def test_bounds_of_the_search_hold(mixer, mesh):
     given = setting(mesh, dataclasses.replace(MODEL, mixer=mixer), remat=True)
     found = planned(given, TINY, True, liveness.ACCELERATOR)
     assert least_seconds(given, TINY) < closer_seconds(given, TINY) <= found.seconds
+    assert traffic.memory.least(given) < found.memory.total
 
 
 def test_the_command_line(capsys, monkeypatch):
