@@ -22,7 +22,7 @@ class Meshes:
 
     Attributes:
       plans: plans of meshes whose memory is enough, fastest first.
-      refused: number of meshes by the reason against them.
+      refused: number of meshes by the reason against them, of those that the search has met.
     """
 
     plans: tuple[Plan, ...]
@@ -45,7 +45,7 @@ def best_mesh(
     hardware: str | Hardware,
     *,
     batch: int = 1,
-    axes: Sequence[str] = AXES,
+    axes: Sequence[str] | None = None,
     count: int = 5,
     precision: str = "mixed",
     remat: bool = True,
@@ -65,7 +65,8 @@ def best_mesh(
       devices: number of devices.
       hardware: as in `plan`.
       batch: as in `plan`.
-      axes: axes of the mesh that may be larger than 1.
+      axes: axes of the mesh that may be larger than 1; default all, without expert for models that
+        have no experts.
       count: number of plans.
       precision: as in `plan`.
       remat: as in `plan`.
@@ -80,27 +81,26 @@ def best_mesh(
     device = find(hardware)
     checks.at_least("devices", devices, 1)
     checks.at_least("count", count, 1)
+    if axes is not None and not 0 < len(set(axes)) == len(axes):
+        raise ValueError(f"axes must be different axes of a mesh, one or more, got {axes!r}")
     whole = settings.make(
         model,
         mechanism,
         context,
-        {},
+        dict.fromkeys(axes or (), 1),
         batch=batch,
         microbatches=1,
         precision=precision,
         remat=remat,
     )
+    if axes is None:
+        axes = [axis for axis in AXES if axis != "expert" or whole.mixtures]
     refused: collections.Counter[str] = collections.Counter()
     # Heap of (seconds or a lower bound, place of the mesh in the order of all, setting or plan).
     open_: list[tuple[float, int, Any]] = []
     for place, mesh in enumerate(_meshes(devices, axes)):
         setting = _on_mesh(whole, mesh)
-        reason = next(setting.problems(), None)
-        if setting.mesh["tensor"] > device.island:
-            reason = f"tensor must be at most {device.island}, the devices of an island"
-        elif reason is None and memory.least(setting) > device.memory:
-            reason = _TOO_MUCH
-        if reason is None:
+        if (reason := _reason_against(setting, device)) is None:
             bound = least_seconds(setting, device)
             heapq.heappush(open_, (bound, place, _Open(setting)))
         else:
@@ -124,6 +124,15 @@ def best_mesh(
         reasons = "; ".join(f"{reason} ({n} meshes)" for reason, n in refused.most_common())
         raise ValueError(f"no mesh of {devices} devices: {reasons}")
     return Meshes(plans=tuple(plans), refused=dict(refused))
+
+
+def _reason_against(setting: Setting, device: Hardware) -> str | None:
+    """A reason against the mesh for which nothing is counted in programs."""
+    if setting.mesh["tensor"] > device.island:
+        return f"tensor must be at most {device.island}, the devices of an island"
+    if problem := next(setting.problems(), None):
+        return problem
+    return _TOO_MUCH if memory.least(setting) > device.memory else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -314,6 +314,12 @@ def test_the_best_mesh_fits_and_is_the_fastest():
     assert all(p.fits and p.setting.devices == 8 for p in found.plans)
     assert "tensor must be at most 4, the devices of an island" in found.refused
     assert "meshes left out" in str(found)
+    every = best_mesh(MODEL, None, 128, 8, tiny, batch=8, count=1)
+    assert every.best.setting.mesh["expert"] == 1
+    assert not any(reason.startswith("expert") for reason in every.refused)
+    for axes, words in ((("rows",), "the axes of a mesh are"), (("data",) * 2, "different axes")):
+        with pytest.raises(ValueError, match=words):
+            best_mesh(MODEL, None, 128, 8, tiny, axes=axes)
     small = dataclasses.replace(tiny, memory=1e3)
     with pytest.raises(ValueError, match="the memory of a device is too small"):
         best_mesh(MODEL, None, 128, 8, small, batch=8, axes=("data", "fsdp"))
