@@ -199,10 +199,10 @@ def _peak(setting: Setting, compiler) -> _Peak:
 
 def _forms(share, setting):
     """The form of each layer's mixer that divides the sequence; none on one device."""
-    devices, length = setting.mesh["sequence"], setting.context
-    if devices == 1:
+    sizes = setting.mesh["sequence"], setting.context, setting.rows
+    if setting.mesh["sequence"] == 1:
         return ()
-    return tuple(parts.forward(share, layer, devices, length)[0] for layer in counts.alike(share))
+    return tuple(parts.forward(share, layer, *sizes)[0] for layer in counts.alike(share))
 
 
 def _bounds(steps):

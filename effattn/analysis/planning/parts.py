@@ -39,7 +39,7 @@ def of_device(
 
 
 def forward(
-    config: TransformerConfig, layer: int, devices: int, length: int
+    config: TransformerConfig, layer: int, devices: int, length: int, rows: int
 ) -> tuple[Callable[..., Any], Any]:
     """The first form that takes the mixer of a layer, and the jaxpr of one device's forward pass.
 
@@ -47,13 +47,14 @@ def forward(
       config: the model, as one device computes it.
       layer: index of the layer.
       devices: P, devices that divide the sequence.
-      length: T, tokens of the whole sequence, a multiple of P.
+      length: T, tokens of a whole sequence, a multiple of P.
+      rows: sequences.
 
     Raises:
       ValueError: no form of `effattn.parallel` takes the mixer, so that models would give all
         tokens to each device.
     """
-    form, found = _forward(config, layer, devices, length)
+    form, found = _forward(config, layer, devices, length, rows)
     if form is None:
         name = config.layer_mixer(layer)[0]["name"]
         raise ValueError(
@@ -64,10 +65,10 @@ def forward(
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(config, layer, devices, length):
+def _forward(config, layer, devices, length, rows):
     """A form and its jaxpr, or None and the reason."""
     mixer = nnx.eval_shape(lambda: Block(config, layer, rngs=nnx.Rngs(0)).mixer)
-    x = jax.ShapeDtypeStruct((1, length, config.features), config.dtype)
+    x = jax.ShapeDtypeStruct((rows, length, config.features), config.dtype)
     reason = f"no form of effattn.parallel takes {type(mixer).__name__}"
     for form in forms_of(mixer):
 

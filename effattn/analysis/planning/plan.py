@@ -286,12 +286,12 @@ def _operations(setting) -> dict[str, float]:
 def _waste(setting):
     """Operations of the mixers beyond an equal share of each device that divides the sequence."""
     share = counts.at_length(setting.share, setting.context)
-    runs = setting.rows * setting.microbatches / setting.mesh["stage"]
+    runs = setting.microbatches / setting.mesh["stage"]
     again, waste = 2 if setting.config.remat else 1, 0.0
     for layer, count, each in traffic.exchanges(setting):
         if each.operations is not None:
             equal = counts.operations_of_mixer(share, layer, setting.context)
-            more = each.operations.minus(equal.times(1 / setting.mesh["sequence"]))
+            more = each.operations.minus(equal.times(setting.rows / setting.mesh["sequence"]))
             forward, backward = (max(0.0, x) for x in more)
             waste += count * runs * (again * forward + backward)
     return {"divided sequence": waste} if waste else {}

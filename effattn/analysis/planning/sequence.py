@@ -52,7 +52,7 @@ class Moved(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Work and exchanges of one device, for one sequence of a layer.
+    """Work and exchanges of one device, for the sequences of a microbatch in a layer.
 
     Attributes:
       form: name of the function of `effattn.parallel`.
@@ -68,13 +68,15 @@ class Exchange(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def exchange(config: TransformerConfig, layer: int, devices: int, length: int) -> Exchange:
+def exchange(
+    config: TransformerConfig, layer: int, devices: int, length: int, rows: int
+) -> Exchange:
     """Counts what devices compute and exchange in the mixer of a layer.
 
     Arguments and errors are those of `parts.forward`.
     """
-    form, forward = parts.forward(config, layer, devices, length)
-    both = _both(config, layer, devices, length, form)
+    form, forward = parts.forward(config, layer, devices, length, rows)
+    both = _both(config, layer, devices, length, rows, form)
     once, twice = (_moved(closed.jaxpr) for closed in (forward, both))
     backward = {name: moved.plus(once.get(name, Moved()), -1) for name, moved in twice.items()}
     # Gradients of what is computed from parameters alone, such as a filter, are summed in place of
@@ -91,10 +93,10 @@ def exchange(config: TransformerConfig, layer: int, devices: int, length: int) -
     return Exchange(form.__name__, once, kept, operations)
 
 
-def _both(config, layer, devices, length, form):
+def _both(config, layer, devices, length, rows, form):
     """Jaxpr of one device's forward and backward pass."""
     graph, parameters, others = counts.split(config, layer, "mixer")
-    x = jax.ShapeDtypeStruct((1, length, config.features), config.dtype)
+    x = jax.ShapeDtypeStruct((rows, length, config.features), config.dtype)
 
     def run(parameters, others, x):
         def forward(parameters, x):

@@ -172,18 +172,19 @@ def _sequence(setting):
             )
             moved = backward.plus(forward, again)
             number = round(runs * moved.number)
-            kind, size = f"sequence: {each.form}", moved.size / moved.number * setting.rows
+            kind, size = f"sequence: {each.form}", moved.size / moved.number
             yield from _collectives(setting, kind, operation, ("sequence",), number, size)
 
 
 def exchanges(setting: Setting) -> Iterator[tuple[int, int, sequence.Exchange]]:
-    """Yields layer, number of layers that are like it, and exchange of one sequence."""
+    """Yields layer, number of layers that are like it, and the exchange of a microbatch."""
     devices = setting.mesh["sequence"]
     if devices == 1:
         return
+    sizes = devices, setting.context, setting.rows
     share = counts.at_length(setting.share, setting.context)
     for layer, count in counts.kinds(share).items():
-        yield layer, count, sequence.exchange(share, layer, devices, setting.context)
+        yield layer, count, sequence.exchange(share, layer, *sizes)
 
 
 def _stages(setting):

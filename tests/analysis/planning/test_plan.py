@@ -130,7 +130,7 @@ def test_few_key_heads_are_repeated_for_all_devices():
 @pytest.mark.parametrize("mixer", ["linear", "delta_net"])
 def test_states_that_pass_do_not_depend_on_the_length(mixer):
     config = dataclasses.replace(MODEL, mixer=mixer, num_kv_heads=None, dtype="bfloat16")
-    short, long = (sequence.exchange(config, 0, 4, n) for n in (256, 512))
+    short, long = (sequence.exchange(config, 0, 4, n, 1) for n in (256, 512))
     assert short[:3] == long[:3] and short.form == "pass_states"
     # The recurrence runs twice.
     alone = counts.operations_of_mixer(config, 0, 512)
