@@ -1,18 +1,23 @@
 """Operations, parameters, states and memory of a model, counted from jaxprs of abstract arrays."""
 
+import collections
 import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from effattn import registry
 from effattn.analysis import cost, liveness
+from effattn.analysis.planning import parts
 from effattn.nn import TransformerConfig, TransformerLM
 from effattn.nn.block import Block
 
+# Parameters of `MixtureOfExperts` that the mesh axis `expert` divides.
+EXPERTS = frozenset({"gate_kernels", "up_kernels", "down_kernels"})
 # Tokens from which operations that are linear in the number of tokens are counted.
 _FEW = 128
 
@@ -36,13 +41,20 @@ class Pass(NamedTuple):
         return self.plus(other.times(-1))
 
 
+@functools.lru_cache(maxsize=1024)
+def alike(config: TransformerConfig) -> tuple[int, ...]:
+    """For each layer, the index of the first layer that is like it."""
+    layers = range(config.num_layers)
+    described = [(config.layer_mixer(layer), config.layer_experts(layer)) for layer in layers]
+    return tuple(described.index(layer) for layer in described)
+
+
 def kinds(config: TransformerConfig) -> dict[int, int]:
     """Number of layers that are like each layer, by the index of the first of them."""
-    mixers = [config.layer_mixer(layer) for layer in range(config.num_layers)]
-    first = [mixers.index(mixer) for mixer in mixers]
-    return {layer: first.count(layer) for layer in dict.fromkeys(first)}
+    return dict(collections.Counter(alike(config)))
 
 
+@functools.lru_cache(maxsize=1024)
 def at_length(config: TransformerConfig, length: int) -> TransformerConfig:
     """The model with the sizes that the registry derives from the length, unless they are given."""
     if not isinstance(config.mixer, str):
@@ -56,13 +68,19 @@ def at_length(config: TransformerConfig, length: int) -> TransformerConfig:
 
 def first_layers(config: TransformerConfig, count: int) -> TransformerConfig:
     """The model with its first layers alone."""
-    mixer = config.mixer[:count] if isinstance(config.mixer, tuple | list) else config.mixer
-    return dataclasses.replace(config, num_layers=count, mixer=mixer)
+
+    def first(of_layers):
+        return of_layers[:count] if isinstance(of_layers, tuple | list) else of_layers
+
+    sizes = {"mixer": first(config.mixer), "experts": first(config.experts)}
+    return dataclasses.replace(config, num_layers=count, **sizes)
 
 
 def hidden_features(config: TransformerConfig) -> int:
     """Hidden features of the feed-forward layers."""
-    return _split(config, 0, "feed_forward")[1]["up"]["kernel"].get_value().shape[-1]
+    parameters = split(config, 0, "feed_forward")[1]
+    up = parameters["up_kernels"] if "up_kernels" in parameters else parameters["up"]["kernel"]
+    return up.get_value().shape[-1]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,8 +94,20 @@ def has_heads(config: TransformerConfig, layer: int) -> bool:
 def parameters_of_layers(config: TransformerConfig, module: str | None = None) -> int:
     """Number of parameters of all layers, or of one module of each."""
     return sum(
-        count * _size(_split(config, layer, module)[1]) for layer, count in kinds(config).items()
+        count * _size(split(config, layer, module)[1]) for layer, count in kinds(config).items()
     )
+
+
+def parameters_of_experts(config: TransformerConfig) -> tuple[float, float]:
+    """Number of parameters in the experts of all layers, and in the experts of one token."""
+    total = of_token = 0.0
+    for layer, count in kinds(config).items():
+        if (experts := config.layer_experts(layer)) is not None:
+            parameters = split(config, layer, "feed_forward")[1]
+            size = count * _size({n: leaf for n, leaf in parameters.items() if n in EXPERTS})
+            total += size
+            of_token += size * experts.experts_per_token / experts.num_experts
+    return total, of_token
 
 
 def parameters_of_ends(config: TransformerConfig) -> int:
@@ -86,21 +116,70 @@ def parameters_of_ends(config: TransformerConfig) -> int:
     return _size({name: leaf for name, leaf in parameters.items() if name != "blocks"})
 
 
-def operations_of_layers(config: TransformerConfig, length: int, module: str | None = None) -> Pass:
-    """Operations of all layers for one sequence, or of one module of each."""
-    total = [0.0, 0.0]
+def parameters_of_mixer(config: TransformerConfig, layer: int) -> tuple[int, int]:
+    """Number of arrays of parameters of a layer's mixer, and their bytes."""
+    parameters = split(config, layer, "mixer")[1]
+    return len(jax.tree.leaves(parameters)), _bytes(parameters)
+
+
+class Layers(NamedTuple):
+    """Operations of all layers for one sequence.
+
+    Attributes:
+      mixers: in the mixers.
+      feed_forward: in the feed-forward layers or experts.
+      others: in norms and residual connections.
+    """
+
+    mixers: Pass
+    feed_forward: Pass
+    others: Pass
+
+
+@functools.lru_cache(maxsize=1024)
+def operations_of_layers(config: TransformerConfig, length: int) -> Layers:
+    """Operations of all layers for one sequence."""
+    found = Layers(*[Pass(0.0, 0.0)] * 3)
+    # All but the mixers do the same for each token.
+    few = min(length, cost.COUNTED // 4)
     for layer, count in kinds(config).items():
-        names = [group["name"] for group in config.layer_mixer(layer)]
-        power = max(registry.get(n).time_exponent if isinstance(n, str) else 1.0 for n in names)
-        for which in (0, 1):
+        mixer = operations_of_mixer(config, layer, length)
+        sized = at_length(config, few)
+        own, feed_forward, block = (
+            _operations(sized, layer, module, few) for module in ("mixer", "feed_forward", None)
+        )
+        others = block.minus(feed_forward).minus(own)
+        each = mixer, *(part.times(length / few) for part in (feed_forward, others))
+        found = Layers(*(x.plus(y.times(count)) for x, y in zip(found, each, strict=True)))
+    return found
 
-            def counted(n, layer=layer, which=which):
-                return _operations(at_length(config, n), layer, module, n)[which]
 
-            total[which] += count * cost.extrapolated(counted, length, power)
-    return Pass(total[0], total[1] - total[0])
+@functools.lru_cache(maxsize=1024)
+def operations_of_mixer(config: TransformerConfig, layer: int, length: int) -> Pass:
+    """Operations of a layer's mixer for one sequence."""
+    powers = [_power(group["name"]) for group in config.layer_mixer(layer)]
+
+    def counted(which):
+        def count(n):
+            return _operations(at_length(config, n), layer, "mixer", n)[which]
+
+        if None in powers and length > cost.COUNTED:
+            # A polynomial through three counts: linear or quadratic, as the counts are.
+            lengths = cost.COUNTED / np.array([4, 2, 1])
+            through = np.polyfit(lengths, [count(int(n)) for n in lengths], 2)
+            return float(np.polyval(through, length))
+        return cost.extrapolated(count, length, max(power or 1.0 for power in powers))
+
+    return Pass(counted(0), counted(1))
 
 
+def _power(mixer):
+    """Power of the length with which the time of a registered mixer grows; None for others."""
+    entry = registry.get(mixer) if isinstance(mixer, str) else registry.entry_of(mixer)
+    return None if entry is None else entry.time_exponent
+
+
+@functools.lru_cache(maxsize=1024)
 def operations_of_ends(config: TransformerConfig) -> Pass:
     """Operations for each token of the embedding, the last norm, the logits and the loss."""
     graph, parameters, others = _split_model(first_layers(at_length(config, _FEW), 1))
@@ -126,10 +205,11 @@ def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
 
-def state_bytes(config: TransformerConfig, batch: int, length: int) -> int:
-    """Bytes of the decode state of all layers."""
+@functools.lru_cache(maxsize=1024)
+def state_bytes(config: TransformerConfig, layer: int, batch: int, length: int) -> int:
+    """Bytes of the decode state of a layer."""
 
-    def of_layer(layer):
+    def state():
         mixer = Block(config, layer, rngs=nnx.Rngs(0)).mixer
         if not hasattr(mixer, "init_state"):
             raise ValueError(
@@ -137,10 +217,7 @@ def state_bytes(config: TransformerConfig, batch: int, length: int) -> int:
             )
         return mixer.init_state(batch, length)
 
-    return sum(
-        count * _bytes(jax.eval_shape(functools.partial(of_layer, layer)))
-        for layer, count in kinds(config).items()
-    )
+    return _bytes(jax.eval_shape(state))
 
 
 class Steps(NamedTuple):
@@ -156,18 +233,43 @@ class Steps(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def steps(config: TransformerConfig, batch: int, length: int, compiler: liveness.Compiler) -> Steps:
-    """Memory of the gradient of the mean loss of a batch, from its jaxpr."""
+def steps(
+    config: TransformerConfig,
+    batch: int,
+    length: int,
+    compiler: liveness.Compiler,
+    forms: tuple[Any, ...] = (),
+    devices: int = 1,
+) -> Steps:
+    """Memory of the gradient of the mean loss of a batch, from its jaxpr.
+
+    Args:
+      config: the model, as one device computes it.
+      batch: B.
+      length: tokens of a sequence on one device.
+      compiler: rules by which values are stored.
+      forms: form of each layer's mixer, if several devices divide the sequence.
+      devices: number of devices that divide the sequence.
+    """
     graph, parameters, others = _split_model(config)
-    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch, devices * length), jnp.int32)
 
     def gradient(parameters, others, tokens, labels):
         def forward(parameters):
-            return loss(nnx.merge(graph, parameters, others)(tokens), labels)
+            model = nnx.merge(graph, parameters, others)
+            for block, form in zip(model.blocks, forms, strict=False):
+                block.mixer = parts.InParts(block.mixer, form)
+            mean = loss(model(tokens), labels)
+            return jax.lax.psum(mean, parts.AXIS) / devices if forms else mean
 
         return jax.value_and_grad(forward)(parameters)
 
-    closed = jax.make_jaxpr(gradient)(parameters, others, tokens, tokens)
+    given = parameters, others, tokens, tokens
+    if forms:
+        specs = parts.WHOLE, parts.WHOLE, parts.TOKENS, parts.TOKENS
+        closed = parts.of_device(gradient, devices, specs, parts.WHOLE, *given)
+    else:
+        closed = jax.make_jaxpr(gradient)(*given)
     timeline = liveness.timeline(closed, compiler)
     last = [0] * config.num_layers
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(parameters))
@@ -182,7 +284,7 @@ def programs(
     config: TransformerConfig, layer: int, module: str | None, length: int
 ) -> tuple[Any, Any]:
     """Jaxprs of the forward pass, and of the forward and backward pass, of one sequence."""
-    graph, parameters, others = _split(config, layer, module)
+    graph, parameters, others = split(config, layer, module)
     x = jax.ShapeDtypeStruct((1, length, config.features), config.dtype)
 
     def forward(parameters, others, x):
@@ -198,12 +300,13 @@ def programs(
 
 @functools.lru_cache(maxsize=1024)
 def _operations(config, layer, module, length):
-    """Operations of a forward pass, and of a forward and a backward pass, of one sequence."""
-    return tuple(map(cost.operations, programs(config, layer, module, length)))
+    """Operations of a layer or of one of its modules for one sequence."""
+    once, twice = map(cost.operations, programs(config, layer, module, length))
+    return Pass(once, twice - once)
 
 
 @functools.lru_cache(maxsize=1024)
-def _split(config, layer, module):
+def split(config, layer, module):
     """Graph, parameters and other variables of a layer or of one of its modules, abstract."""
 
     def build():
@@ -213,9 +316,28 @@ def _split(config, layer, module):
     return nnx.split(nnx.eval_shape(build), nnx.Param, ...)
 
 
+class _Model(TransformerLM):
+    """A model that calls all layers by one function, which JAX traces once for layers alike."""
+
+    def _block(self, block, x, *_):
+        return _call(self.config.remat, self.config.remat_policy)(block, x), ()
+
+
+@functools.cache
+def _call(remat, policy):
+    def call(block, x):
+        return block(x)
+
+    if not remat:
+        return call
+    if isinstance(policy, str):
+        policy = getattr(jax.checkpoint_policies, policy)
+    return jax.checkpoint(call, policy=policy)
+
+
 @functools.lru_cache(maxsize=256)
 def _split_model(config):
-    abstract = nnx.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: _Model(config, rngs=nnx.Rngs(0)))
     return nnx.split(abstract, nnx.Param, ...)
 
 

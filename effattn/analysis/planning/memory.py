@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from effattn.analysis import liveness
-from effattn.analysis.planning import counts
+from effattn.analysis.planning import counts, parts
 from effattn.analysis.planning.settings import Setting
 
 
@@ -41,7 +41,7 @@ class Parameters(NamedTuple):
 
     Attributes:
       layers: in its layers, without experts.
-      experts: in its experts.
+      experts: in the experts of its layers.
       ends: in embeddings, the last norm and the projection to logits.
     """
 
@@ -56,91 +56,109 @@ class Parameters(NamedTuple):
 
 
 def parameters(setting: Setting) -> Parameters:
-    """Parameters of one device, before they are divided by fsdp.
+    """Parameters of one device, before they are divided by fsdp and expert.
 
     With several stages this is the device that has all ends: real stages have fewer.
     """
     share = counts.at_length(setting.share, setting.context)
-    layers, experts = counts.parameters_of_layers(share), 0.0
-    count, chosen = setting.experts
-    if count > 1:
-        of_token = counts.parameters_of_layers(share, "feed_forward")
-        experts = of_token / chosen * count / setting.mesh["expert"]
-        layers += share.features * count * share.num_layers - of_token  # the router
+    experts, _ = counts.parameters_of_experts(share)
+    layers = counts.parameters_of_layers(share) - experts
     stages = setting.mesh["stage"]
     return Parameters(layers / stages, experts / stages, counts.parameters_of_ends(share))
 
 
+def stored(setting: Setting) -> float:
+    """Number of parameters that one device stores: fsdp divides all of them, expert the experts."""
+    number = parameters(setting)
+    experts = number.experts / setting.mesh["expert"]
+    return (number.layers + number.ends + experts) / setting.mesh["fsdp"]
+
+
 def training(setting: Setting, compiler: liveness.Compiler, moving: float) -> Memory:
     """Memory of a training step: `moving` are bytes that are on their way between devices."""
-    sizes, number = setting.bytes_of, parameters(setting)
-    shards = setting.mesh["fsdp"]
+    sizes, number = setting.bytes_of, stored(setting)
     peak = _peak(setting, compiler)
-    # Without experts, the traced layers have the parameters of the real ones.
-    gradients = peak.gradients * number.total / _traced(setting)
+    gradients = peak.gradients
     if setting.microbatches > 1:
         # The sum over microbatches is there all the time.
-        gradients += number.total * sizes["gradients"] / shards
-    # The first of p stages has started p microbatches before the first of them comes back.
-    started = min(setting.mesh["stage"], setting.microbatches)
-    stored = number.total / shards
+        gradients += number * sizes["gradients"]
+    # With recomputation, the weights of one layer are there, and meanwhile those of the next one;
+    # without, all weights stay gathered from the forward to the backward pass.
+    together = 1 + compiler.overlaps if setting.config.remat else None
     return Memory(
-        parameters=stored * sizes["parameters"],
-        masters=stored * sizes["masters"],
-        optimiser=stored * sizes["optimiser"],
+        parameters=number * sizes["parameters"],
+        masters=number * sizes["masters"],
+        optimiser=number * sizes["optimiser"],
         gradients=gradients,
-        saved=peak.saved * started,
+        saved=peak.saved * started(setting),
         working=peak.working,
-        communication=moving + _gathered(setting, number, compiler),
+        communication=moving + _gathered(setting, together),
     )
+
+
+def started(setting: Setting) -> int:
+    """Microbatches that the first of p stages has started before the first of them comes back."""
+    return min(setting.mesh["stage"], setting.microbatches)
 
 
 def least(setting: Setting) -> float:
-    """Lower bound of the memory of a training step: states, and inputs of the recomputed layers."""
-    sizes = setting.bytes_of
+    """Lower bound of the memory of a training step, for which nothing is counted in programs.
+
+    It has the states of training and, at the step that computes the loss, the inputs of all layers
+    and the float32 logits.
+    """
+    sizes, number = setting.bytes_of, stored(setting)
     states = sum(size for name, size in sizes.items() if name != "gradients")
-    inputs = setting.rows * setting.tokens * setting.config.features * sizes["parameters"]
-    return parameters(setting).total / setting.mesh["fsdp"] * states + setting.layers * inputs
-
-
-def _traced(setting):
-    """Number of parameters of the traced layers and ends."""
-    share = counts.at_length(setting.share, setting.context)
-    return counts.parameters_of_layers(share) / setting.mesh["stage"] + counts.parameters_of_ends(
-        share
-    )
+    sums = sizes["gradients"] if setting.microbatches > 1 else 0
+    tokens = setting.rows * setting.tokens
+    inputs = tokens * setting.config.features * sizes["parameters"]
+    logits = 4 * tokens * setting.share.vocab_size
+    return number * (states + sums) + started(setting) * setting.layers * inputs + logits
 
 
 def decoding(setting: Setting) -> Memory:
     """Memory of decoding one token of each sequence."""
-    stored = parameters(setting).total / setting.mesh["fsdp"]
-    return Memory(parameters=stored * setting.bytes_of["parameters"], state=decode_state(setting))
-
-
-def decode_state(setting: Setting) -> float:
-    """Bytes of the decode state of one device; a cache of tokens is divided along the sequence."""
-    share = counts.at_length(setting.share, setting.context)
-    once, half = (
-        counts.state_bytes(share, setting.rows, length)
-        for length in (setting.context, max(1, setting.context // 2))
+    weights = stored(setting) * setting.bytes_of["parameters"]
+    parts, found = setting.mesh["sequence"], states(setting)
+    each = [count * size / (parts if is_cache else 1) for size, is_cache, count in found]
+    # The compiler gathers the parts of a cache, one layer at a time.
+    cache = max((size for size, is_cache, _ in found if is_cache and parts > 1), default=0)
+    return Memory(
+        parameters=weights,
+        communication=cache + _gathered(setting, 2),
+        state=sum(each),
     )
-    parts = setting.mesh["sequence"] if once > half else 1
-    return once / (parts * setting.mesh["stage"])
 
 
-def _gathered(setting, number, compiler):
-    """Bytes of weights that fsdp has gathered.
+def states(setting: Setting) -> list[tuple[int, bool, float]]:
+    """For each kind of layers: bytes of a decode state, whether it is a cache, number of layers.
 
-    With recomputation, one layer at a time, and meanwhile the next one; without, all layers stay
-    gathered from the forward to the backward pass.
+    A cache has an entry for each token, so that the axis `sequence` can divide it.
     """
-    if setting.mesh["fsdp"] == 1:
-        return 0.0
-    layers, size = number.layers + number.experts, setting.bytes_of["parameters"]
-    if not setting.config.remat:
-        return (layers + number.ends) * size
-    together = min(1 + compiler.overlaps, setting.layers)
-    return max(together * layers / setting.layers, number.ends) * size
+    share = counts.at_length(setting.share, setting.context)
+    found = []
+    for layer, count in counts.kinds(share).items():
+        size, half = (
+            counts.state_bytes(share, layer, setting.rows, length)
+            for length in (setting.context, max(1, setting.context // 2))
+        )
+        found.append((size, size > half, count / setting.mesh["stage"]))
+    return found
+
+
+def _gathered(setting, together):
+    """Bytes of weights that fsdp and expert have gathered.
+
+    These are the weights of some layers that are there together, or of the ends; None for all.
+    """
+    number, size = parameters(setting), setting.bytes_of["parameters"]
+    is_divided = setting.mesh["fsdp"] > 1
+    of_layers = (is_divided or setting.mesh["expert"] > 1) * number.experts
+    of_layers += is_divided * number.layers
+    ends = is_divided * number.ends
+    if together is None:
+        return (of_layers + ends) * size
+    return max(min(1, together / setting.layers) * of_layers, ends) * size
 
 
 class _Peak(NamedTuple):
@@ -152,29 +170,39 @@ class _Peak(NamedTuple):
 def _peak(setting: Setting, compiler) -> _Peak:
     """The step that needs most memory, of one microbatch.
 
-    Memory is counted for models of two and of three layers, and continued in straight lines: each
-    more layer adds its saved activations or its gradients. Layers that differ are counted in full,
-    and then saved activations are not told from working ones.
+    Memory is counted for a model of four layers, and continued in straight lines: each more layer
+    adds its saved activations or its gradients. Layers that differ are counted in full, and then
+    saved activations are not told from working ones.
     """
-    whole = counts.at_length(setting.share, setting.context)
-    shards = setting.mesh["fsdp"] if compiler.scatters else 1
+    share = counts.at_length(setting.share, setting.context)
+    shards = parameters(setting).total / stored(setting) if compiler.scatters else 1
+    devices, forms = setting.mesh["sequence"], _forms(share, setting)
 
     def segments(layers):
-        config = counts.first_layers(whole, layers)
-        steps = counts.steps(config, setting.rows, setting.tokens, compiler)
+        config = counts.first_layers(share, layers)
+        sizes = setting.rows, setting.tokens, compiler
+        steps = counts.steps(config, *sizes, forms[:1] * layers if alike else forms, devices)
         return [_most(steps.timeline, start, end, shards) for start, end in _bounds(steps)]
 
-    if len(counts.kinds(whole)) > 1:
+    alike = len(counts.kinds(share)) == 1
+    if not alike:
         return _labelled(segments(setting.layers), 0, setting.layers)
-    two, three = segments(2), segments(3)
-    saved = three[0][1] - two[0][1]
+    last, third, second, first, end = segments(4)
+    saved, gradients = third[1] - second[1], second[0] - third[0]
     if setting.layers < 4:
         return _labelled(segments(setting.layers), saved, setting.layers)
-    # The segments of two layers, and those of three layers without the middle one.
-    grown = zip(two, [three[0], *three[2:]], strict=True)
-    more = setting.layers - 2
-    ended = [tuple(x + more * (y - x) for x, y in zip(a, b, strict=True)) for a, b in grown]
-    return _labelled(ended, saved, setting.layers)
+    more = setting.layers - 4
+    grown = [(last[0], last[1] + more * saved)]
+    grown += [(each[0] + more * gradients, each[1]) for each in (first, end)]
+    return _labelled(grown, saved, setting.layers)
+
+
+def _forms(share, setting):
+    """The form of each layer's mixer that divides the sequence; none on one device."""
+    sizes = setting.mesh["sequence"], setting.context, setting.rows
+    if setting.mesh["sequence"] == 1:
+        return ()
+    return tuple(parts.forward(share, layer, *sizes)[0] for layer in counts.alike(share))
 
 
 def _bounds(steps):

@@ -27,8 +27,8 @@ class Plan:
       hardware: the device.
       training: whether the step trains; if not, it decodes one token of each sequence.
       memory: bytes by part.
-      operations: operations by part. `WASTE` is recomputation, and the work of the slowest of the
-        devices that divide a sequence beyond an equal share.
+      operations: operations by part. `WASTE` is recomputation, and the work of the mixers beyond
+        an equal share on each of the devices that divide a sequence.
       transfers: transfers by kind.
       computing: seconds of computation: operations at the rate of the hardware, or the bytes of the
         memory at its bandwidth, if they take longer.
@@ -85,7 +85,6 @@ def plan(
     microbatches: int = 1,
     precision: str = "mixed",
     remat: bool = True,
-    experts: tuple[int, int] = (1, 1),
     training: bool = True,
     compiler: liveness.Compiler = liveness.ACCELERATOR,
 ) -> Plan:
@@ -104,10 +103,13 @@ def plan(
 
     Computation takes its operations at the peak rate of matrix products, or the bytes of its
     weights, states and saved activations at the bandwidth, if they take longer. Gradients, gathered
-    weights, rings and activations between stages are hidden behind it; the all-reduces of tensor
-    parallelism, all-to-alls and passed states are waited for. The bubble is (p - 1) / (m + p - 1)
-    for p stages and m microbatches (Narayanan et al. 2021). Devices wait for no stragglers, latency
-    is zero, and experts get equal loads. So with peak rates the time is a lower bound.
+    weights and activations between stages are hidden behind it; the all-reduces of tensor
+    parallelism and the exchanges of a divided sequence are waited for. A sequence is divided by the
+    form of `effattn.parallel` that the models of `effattn.nn` use on the mesh. Devices of the axis
+    `expert` gather the experts of a layer, as the models do under `jax.jit`. The bubble is
+    (p - 1) / (m + p - 1) for p stages and m microbatches (Narayanan et al. 2021). Devices wait for
+    no stragglers, latency is zero, and experts get equal loads. So with peak rates the time is a
+    lower bound.
 
     Args:
       model: sizes; of a `TransformerLM` its configuration, so that it may be abstract
@@ -121,7 +123,6 @@ def plan(
       microbatches: parts of the batch that one device computes one after another; 1 for decoding.
       precision: "mixed", 16-bit weights and gradients with float32 masters, or "float32".
       remat: whether the backward pass of training recomputes each layer.
-      experts: (experts, experts of a token) in place of each feed-forward layer.
       training: False for decoding one token of each sequence after T - 1 others. The time is that
         of the weights and the decode state, which are read once.
       compiler: rules by which training stores values. The rules `ACCELERATOR` have not been
@@ -131,8 +132,9 @@ def plan(
       `Plan`.
 
     Raises:
-      ValueError: a wrong argument, or a mesh that does not divide the heads, the context, the batch
-        or the layers; the message has a sentence for each.
+      ValueError: a wrong argument, a mesh that does not divide the heads, the context, the batch or
+        the layers (the message has a sentence for each), or an axis `sequence` for a mixer that no
+        form takes, whose tokens each device would gather.
     """
     device = find(hardware)
     setting = settings.make(
@@ -144,7 +146,6 @@ def plan(
         microbatches=microbatches,
         precision=precision,
         remat=remat,
-        experts=experts,
     )
     if problems := list(setting.problems()):
         raise ValueError("; ".join(problems))
@@ -161,9 +162,27 @@ def planned(
 
 
 def least_seconds(setting: Setting, device: Hardware) -> float:
-    """Lower bound of the time of a training step, without its memory."""
-    computing = sum(_operations(setting).values()) / device.operations
-    times = _waits(traffic.transfers(setting), setting, device)
+    """Lower bound of the time of a training step, for which only the whole model is counted.
+
+    Each of t devices of the axis tensor has at least 1 / t of the heads, of the hidden features and
+    of the vocabulary, and so at least 1 / t of the operations. The bound leaves out what devices
+    exchange and compute more than once because they divide a sequence, and saved activations.
+    """
+    parts = setting.mesh["tensor"]
+    whole = dataclasses.replace(setting, mesh={**setting.mesh, "tensor": 1})
+    operations = {name: number / parts for name, number in _operations(whole).items()}
+    return _seconds(operations, traffic.without_exchanges(setting), setting, device)
+
+
+def closer_seconds(setting: Setting, device: Hardware) -> float:
+    """Lower bound of the time of a training step, which leaves out saved activations alone."""
+    operations = _operations(setting) | _waste(setting)
+    return _seconds(operations, traffic.transfers(setting), setting, device)
+
+
+def _seconds(operations, transfers, setting, device):
+    computing = _computing(operations, _moved(setting), device)
+    times = _waits(transfers, setting, device)
     return (max(computing, times["hidden"]) + times["waiting"]) / (1 - _bubble(setting))
 
 
@@ -172,17 +191,28 @@ def _bubble(setting):
     return (stages - 1) / (setting.microbatches + stages - 1)
 
 
-def _trained(setting, device, compiler):
-    operations = _operations(setting)
-    transfers = traffic.transfers(setting)
-    moving = max((t.size for t in transfers if _moves(t.kind)), default=0.0)
-    used = memory.training(setting, compiler, moving)
-    # Weights are read forward, backward and in recomputation; gradients and states are read and
-    # written once, as are saved activations.
+def _computing(operations, moved, device):
+    return max(sum(operations.values()) / device.operations, moved / device.bandwidth)
+
+
+def _moved(setting, saved=0.0):
+    """Bytes between a device and its memory; `saved` are those of a microbatch's activations.
+
+    Weights are read forward, backward and in recomputation. States of training and activations are
+    read and written once.
+    """
+    sizes = setting.bytes_of
     passes = (3 if setting.config.remat else 2) * setting.microbatches
-    moved = passes * used.parameters * setting.mesh["fsdp"] + 2 * (
-        used.masters + used.optimiser + used.parameters + used.saved * setting.microbatches
-    )
+    weights = passes * memory.parameters(setting).total * sizes["parameters"]
+    states = memory.stored(setting) * (sum(sizes.values()) - sizes["gradients"])
+    return weights + 2 * (states + saved * setting.microbatches)
+
+
+def _trained(setting, device, compiler):
+    operations, transfers = _operations(setting) | _waste(setting), traffic.transfers(setting)
+    moving = max((t.size for t in transfers if t.kind.startswith("stage")), default=0.0)
+    used = memory.training(setting, compiler, moving)
+    moved = _moved(setting, used.saved / memory.started(setting))
     return Plan(
         setting=setting,
         hardware=device,
@@ -190,15 +220,10 @@ def _trained(setting, device, compiler):
         memory=used,
         operations=operations,
         transfers=transfers,
-        computing=max(sum(operations.values()) / device.operations, moved / device.bandwidth),
+        computing=_computing(operations, moved, device),
         **_waits(transfers, setting, device),
         bubble=_bubble(setting),
     )
-
-
-def _moves(kind):
-    """True for transfers whose data is in buffers beside the activations."""
-    return kind.startswith(("sequence", "stage", "expert")) and not kind.endswith("gradients")
 
 
 def _decoded(setting, device):
@@ -206,11 +231,14 @@ def _decoded(setting, device):
     used = memory.decoding(setting)
     weights = memory.parameters(setting)
     # Each weight is read once, and multiplied and added for each sequence that uses it.
-    count, chosen = setting.experts
-    of_token = chosen * weights.experts * setting.mesh["expert"] / count
-    used_weights = weights.layers + weights.ends + of_token
-    operations = {"weights": 2.0 * setting.rows * used_weights}
-    moved = weights.total * setting.bytes_of["parameters"] + used.state
+    _, of_token = counts.parameters_of_experts(counts.at_length(setting.share, setting.context))
+    of_token /= setting.mesh["stage"]
+    others = weights.layers + weights.ends
+    operations = {"weights": 2.0 * setting.rows * (others + of_token)}
+    read = others + min(weights.experts, setting.rows * of_token)
+    # Each of the devices that divide a cache reads the whole cache.
+    states = sum(size * count for size, _, count in memory.states(setting))
+    moved = read * setting.bytes_of["parameters"] + states
     return Plan(
         setting=setting,
         hardware=device,
@@ -218,7 +246,7 @@ def _decoded(setting, device):
         memory=used,
         operations=operations,
         transfers=transfers,
-        computing=max(sum(operations.values()) / device.operations, moved / device.bandwidth),
+        computing=_computing(operations, moved, device),
         **_waits(transfers, setting, device),
         # A token passes the stages one after another.
         bubble=1 - 1 / setting.mesh["stage"],
@@ -237,48 +265,33 @@ def _operations(setting) -> dict[str, float]:
     """Operations of one device by part."""
     share, rows = setting.share, setting.rows * setting.microbatches
     stages = setting.mesh["stage"]
-    of_layers = [
-        counts.operations_of_layers(share, setting.context, module).times(
-            rows / (stages * setting.mesh["sequence"])
-        )
-        for module in ("mixer", "feed_forward", None)
-    ]
-    mixers, feed_forward, layers = of_layers
-    others = layers.minus(mixers)
-    slower = _slowest(setting, mixers).minus(mixers)
+    runs = rows / (stages * setting.mesh["sequence"])
+    mixers, feed_forward, others = (
+        part.times(runs) for part in counts.operations_of_layers(share, setting.context)
+    )
     ends = counts.operations_of_ends(share).times(rows * setting.tokens)
     found: dict[str, Pass] = {
         "mixers": mixers,
         "feed-forward layers": feed_forward,
-        "norms and sums": others.minus(feed_forward),
+        "norms and sums": others,
         "logits and loss": ends,
     }
     named = {f"{name}, forward": part.forward for name, part in found.items()}
     named |= {f"{name}, backward": part.backward for name, part in found.items()}
-    repeated = layers.forward if setting.config.remat else 0.0
-    waste = {"recomputed": repeated, "divided sequence": slower.forward + slower.backward}
     if setting.config.remat:
-        waste["divided sequence"] += slower.forward
-    return named | {name: number for name, number in waste.items() if number}
+        named["recomputed"] = sum(part.forward for part in (mixers, feed_forward, others))
+    return named
 
 
-def _slowest(setting, mixers):
-    """Operations of the mixers on the slowest of the devices that divide the sequence."""
-    exchanges = list(traffic.exchanges(setting))
-    layers = sum(count for _, count, _ in exchanges)
-    found = Pass(0.0, 0.0) if exchanges else mixers
-    for form, count, each in exchanges:
-        # A ring divides attention unequally, but the projections of the mixer equally.
-        equal = _projections(setting, count) if form == "ring" else Pass(0.0, 0.0)
-        unequal = mixers.times(count / layers).minus(equal).times(each.slowdown)
-        found = found.plus(equal).plus(unequal)
-    return found
-
-
-def _projections(setting, layers):
-    """Operations of the mixers of some layers without attention, from a few tokens."""
-    few = 128
-    mixers = counts.operations_of_layers(setting.share, few, "mixer")
-    tokens = setting.rows * setting.microbatches * setting.tokens
-    share = layers / (setting.config.num_layers * setting.mesh["stage"])
-    return mixers.times(tokens * share / few)
+def _waste(setting):
+    """Operations of the mixers beyond an equal share of each device that divides the sequence."""
+    share = counts.at_length(setting.share, setting.context)
+    runs = setting.microbatches / setting.mesh["stage"]
+    again, waste = 2 if setting.config.remat else 1, 0.0
+    for layer, count, each in traffic.exchanges(setting):
+        if each.operations is not None:
+            equal = counts.operations_of_mixer(share, layer, setting.context)
+            more = each.operations.minus(equal.times(setting.rows / setting.mesh["sequence"]))
+            forward, backward = (max(0.0, x) for x in more)
+            waste += count * runs * (again * forward + backward)
+    return {"divided sequence": waste} if waste else {}

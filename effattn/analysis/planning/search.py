@@ -2,16 +2,18 @@
 
 import collections
 import dataclasses
-import itertools
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from effattn.analysis import liveness
 from effattn.analysis.planning import memory, report, settings
 from effattn.analysis.planning.hardware import Hardware, find
-from effattn.analysis.planning.plan import Plan, least_seconds, planned
+from effattn.analysis.planning.plan import Plan, closer_seconds, least_seconds, planned
+from effattn.analysis.planning.settings import Setting
 from effattn.arrays import checks
 from effattn.nn import TransformerConfig, TransformerLM
+from effattn.parallel import AXES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,7 @@ class Meshes:
 
     Attributes:
       plans: plans of meshes whose memory is enough, fastest first.
-      refused: number of meshes by the reason against them.
+      refused: number of meshes by the reason against them, of those that the search has met.
     """
 
     plans: tuple[Plan, ...]
@@ -43,16 +45,18 @@ def best_mesh(
     hardware: str | Hardware,
     *,
     batch: int = 1,
-    axes: Sequence[str] = ("stage", "data", "fsdp", "sequence", "tensor"),
+    axes: Sequence[str] | None = None,
     count: int = 5,
     precision: str = "mixed",
     remat: bool = True,
-    experts: tuple[int, int] = (1, 1),
 ) -> Meshes:
     """Finds the meshes of a number of devices on which a training step is predicted to be fastest.
 
-    All products of axes that give the number of devices are tried, with tensor parallelism inside
-    an island alone. With several stages, each microbatch has one sequence of a device.
+    The search is exact: it goes over all products of axes that give the number of devices, with the
+    axis tensor inside an island alone, and returns the first of them by `Plan.seconds` whose memory
+    is enough. Only plans that could be among them are completed: the search orders meshes by lower
+    bounds, which leave out what takes longest to count, and counts it for the mesh that is first
+    (best-first search). With several stages, each microbatch has one sequence of a device.
 
     Args:
       model: as in `plan`.
@@ -61,11 +65,11 @@ def best_mesh(
       devices: number of devices.
       hardware: as in `plan`.
       batch: as in `plan`.
-      axes: axes of the mesh that may be larger than 1.
+      axes: axes of the mesh that may be larger than 1; default all, without expert for models that
+        have no experts.
       count: number of plans.
       precision: as in `plan`.
       remat: as in `plan`.
-      experts: as in `plan`.
 
     Returns:
       `Meshes`.
@@ -77,48 +81,82 @@ def best_mesh(
     device = find(hardware)
     checks.at_least("devices", devices, 1)
     checks.at_least("count", count, 1)
+    if axes is not None and not 0 < len(set(axes)) == len(axes):
+        raise ValueError(f"axes must be different axes of a mesh, one or more, got {axes!r}")
+    whole = settings.make(
+        model,
+        mechanism,
+        context,
+        dict.fromkeys(axes or (), 1),
+        batch=batch,
+        microbatches=1,
+        precision=precision,
+        remat=remat,
+    )
+    if axes is None:
+        axes = [axis for axis in AXES if axis != "expert" or whole.mixtures]
     refused: collections.Counter[str] = collections.Counter()
-    found = []
-    for mesh in _meshes(devices, axes):
-        if mesh.get("tensor", 1) > device.island:
-            refused[f"tensor must be at most {device.island}, the devices of an island"] += 1
-            continue
-        setting = settings.make(
-            model,
-            mechanism,
-            context,
-            mesh,
-            batch=batch,
-            microbatches=1,
-            precision=precision,
-            remat=remat,
-            experts=experts,
-        )
-        if mesh.get("stage", 1) > 1:
-            parts = max(1, batch // setting.size("data", "fsdp", "expert"))
-            setting = dataclasses.replace(setting, microbatches=parts)
-        if reason := next(setting.problems(), None):
+    # Heap of (seconds or a lower bound, place of the mesh in the order of all, setting or plan).
+    open_: list[tuple[float, int, Any]] = []
+    for place, mesh in enumerate(_meshes(devices, axes)):
+        setting = _on_mesh(whole, mesh)
+        if (reason := _reason_against(setting, device)) is None:
+            bound = least_seconds(setting, device)
+            heapq.heappush(open_, (bound, place, _Open(setting)))
+        else:
             refused[reason] += 1
-        elif memory.least(setting) > device.memory:
-            refused[_TOO_MUCH] += 1
-        else:
-            try:
-                found.append((least_seconds(setting, device), setting))
-            except ValueError as error:  # no form for a divided sequence
-                refused[str(error)] += 1
     plans: list[Plan] = []
-    for _, setting in sorted(found, key=lambda pair: pair[0]):
-        each = planned(setting, device, True, liveness.ACCELERATOR)
-        if each.fits:
-            plans.append(each)
-        else:
+    while open_ and len(plans) < count:
+        _, place, entry = heapq.heappop(open_)
+        if isinstance(entry, Plan):
+            plans.append(entry)
+            continue
+        try:
+            seconds, entry = _counted(entry, device)
+        except ValueError as error:  # no form takes a mixer
+            refused[str(error)] += 1
+            continue
+        if isinstance(entry, Plan) and not entry.fits:
             refused[_TOO_MUCH] += 1
-        if len(plans) == count:
-            break
+        else:
+            heapq.heappush(open_, (seconds, place, entry))
     if not plans:
         reasons = "; ".join(f"{reason} ({n} meshes)" for reason, n in refused.most_common())
         raise ValueError(f"no mesh of {devices} devices: {reasons}")
-    return Meshes(plans=tuple(sorted(plans, key=lambda p: p.seconds)), refused=dict(refused))
+    return Meshes(plans=tuple(plans), refused=dict(refused))
+
+
+def _reason_against(setting: Setting, device: Hardware) -> str | None:
+    """A reason against the mesh for which nothing is counted in programs."""
+    if setting.mesh["tensor"] > device.island:
+        return f"tensor must be at most {device.island}, the devices of an island"
+    if problem := next(setting.problems(), None):
+        return problem
+    return _TOO_MUCH if memory.least(setting) > device.memory else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Open:
+    """A setting whose plan is not complete, with the least or the closer bound of its time."""
+
+    setting: Setting
+    is_close: bool = False
+
+
+def _counted(entry: _Open, device: Hardware) -> tuple[float, "_Open | Plan"]:
+    """A closer bound, or at last the time, and what it belongs to."""
+    if not entry.is_close:
+        return closer_seconds(entry.setting, device), _Open(entry.setting, is_close=True)
+    found = planned(entry.setting, device, True, liveness.ACCELERATOR)
+    return found.seconds, found
+
+
+def _on_mesh(setting: Setting, mesh: Mapping[str, int]) -> Setting:
+    """The setting on another mesh; with several stages, a microbatch has one sequence a device."""
+    setting = dataclasses.replace(setting, mesh={axis: mesh.get(axis, 1) for axis in AXES})
+    rows = setting.size("data", "fsdp", "expert")
+    parts = max(1, setting.batch // rows) if setting.mesh["stage"] > 1 else 1
+    return dataclasses.replace(setting, microbatches=parts)
 
 
 _TOO_MUCH = "the memory of a device is too small"
@@ -126,11 +164,11 @@ _TOO_MUCH = "the memory of a device is too small"
 
 def _meshes(devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
     """Yields all sizes of the axes whose product is the number of devices."""
-    *others, last = axes
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    for sizes in itertools.product(divisors, repeat=len(others)):
-        rest = devices
-        for size in sizes:
-            rest = rest // size if rest % size == 0 else 0
-        if rest:
-            yield {**dict(zip(others, sizes, strict=True)), last: rest}
+    first, *others = axes
+    if not others:
+        yield {first: devices}
+        return
+    for size in range(1, devices + 1):
+        if devices % size == 0:
+            for rest in _meshes(devices // size, others):
+                yield {first: size, **rest}

@@ -1,5 +1,6 @@
-"""Exchanges between devices that divide a sequence, counted in jaxprs of a layer's mixer."""
+"""Work and exchanges of devices that divide a sequence, counted in jaxprs of a layer's mixer."""
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -7,152 +8,137 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.extend import core as jex_core
 
-from effattn import parallel
 from effattn.analysis import cost
-from effattn.analysis.planning import counts
+from effattn.analysis.planning import counts, parts
+from effattn.analysis.planning.counts import Pass
 from effattn.nn import TransformerConfig
-from effattn.nn.block import Block
 
-_AXIS = "sequence"
-# Tokens of a device at which the operations of recurrences are counted.
-_FEW = 1024
-
-FORMS: Mapping[str, Callable[[Any], Any]] = {
-    "ring": lambda function: functools.partial(parallel.ring_attention, axis_name=_AXIS),
-    "states": lambda function: parallel.pass_states(function, _AXIS),
-    "heads": lambda function: parallel.exchange_heads(function, _AXIS),
+# The part of an array that one of P devices sends in a collective.
+SHARES: Mapping[str, Callable[[int], float]] = {
+    "all-reduce": lambda devices: 2 * (devices - 1) / devices,
+    "all-gather": lambda devices: (devices - 1) / devices,
+    "reduce-scatter": lambda devices: (devices - 1) / devices,
+    "all-to-all": lambda devices: (devices - 1) / devices,
+    "send": lambda devices: 1.0,
 }
-# Entries of a collective's operand that a device sends, for P devices.
-_SENT: Mapping[str, Callable[[int], float]] = {
-    "ppermute": lambda devices: 1.0,
-    "all_to_all": lambda devices: (devices - 1) / devices,
-    "all_gather": lambda devices: devices - 1.0,
-    "all_gather_invariant": lambda devices: devices - 1.0,
-    "reduce_scatter": lambda devices: (devices - 1) / devices,
+_OPERATIONS: Mapping[str, str] = {
+    "ppermute": "send",
+    "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
 }
 
 
-@functools.lru_cache(maxsize=256)
-def form_of(config: TransformerConfig, layer: int, devices: int) -> str:
-    """The form that divides the sequence of a layer: the first that its mechanism takes.
+class Moved(NamedTuple):
+    """Collectives of one kind.
 
-    Raises:
-      ValueError: no form takes the attention function of the layer's mixer, or it has none.
+    Attributes:
+      number: number of collectives.
+      size: bytes of an operand or a result on one device, whichever is larger, in all of them.
     """
-    names = [group["name"] for group in config.layer_mixer(layer)]
-    # Exact and windowed attention in rings; the others pass states if they can.
-    forms = [*(["ring"] if names[0] in ("softmax", "sliding_window") else []), "states", "heads"]
-    reasons = []
-    for form in forms:
-        try:
-            _programs(config, layer, devices, devices * 128, form)
-        except (ValueError, NotImplementedError) as error:
-            reasons.append(str(error))
-        else:
-            return form
-    raise ValueError(
-        f"sequence must be 1, because plan cannot count the mixer of {names[0]!r} on a divided "
-        f"sequence, got {devices}: {reasons[-1]}"
-    )
+
+    number: float = 0.0
+    size: float = 0.0
+
+    def plus(self, other: "Moved", times: float = 1.0) -> "Moved":
+        """The collectives of both, the other ones several times."""
+        return Moved(self.number + times * other.number, self.size + times * other.size)
 
 
 class Exchange(NamedTuple):
-    """Exchanges of one device, for one sequence of a layer.
+    """Work and exchanges of one device, for the sequences of a microbatch in a layer.
 
     Attributes:
-      forward: bytes that it sends in the forward pass.
-      backward: bytes that it sends in the backward pass.
-      held: most bytes that arrive together.
-      slowdown: operations of the slowest device, relative to an equal share of the mixer on one
-        device.
+      form: name of the function of `effattn.parallel`.
+      forward: collectives of the forward pass by operation.
+      backward: collectives of the backward pass, without sums of the gradients of parameters.
+      operations: operations of the mixer; None for an equal share of those of one device.
     """
 
-    forward: float
-    backward: float
-    held: float
-    slowdown: float
+    form: str
+    forward: Mapping[str, Moved]
+    backward: Mapping[str, Moved]
+    operations: Pass | None
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def exchange(
-    config: TransformerConfig, layer: int, devices: int, length: int, form: str
+    config: TransformerConfig, layer: int, devices: int, length: int, rows: int
 ) -> Exchange:
-    """Counts what a form exchanges in the mixer of a layer.
+    """Counts what devices compute and exchange in the mixer of a layer.
 
-    Args:
-      config: the model, as one device computes it.
-      layer: index of the layer.
-      devices: P, devices that divide the sequence.
-      length: T, tokens of the whole sequence, a multiple of P.
-      form: a key of `FORMS`.
+    Arguments and errors are those of `parts.forward`.
     """
-    forward, both = _programs(config, layer, devices, length, form)
-    once, twice = (_sent(closed.jaxpr, devices) for closed in (forward, both))
-    slowdown = 1.0
-    if form == "ring" and config.is_causal and _reaches_all(config, layer):
-        slowdown = 2 - 1 / devices  # the last of the consecutive parts sees all keys
-    elif form == "states":
-        tokens = min(length // devices, _FEW)
-        _, divided = _programs(config, layer, devices, devices * tokens, form)
-        _, alone = counts.programs(config, layer, "mixer", tokens)
-        slowdown = cost.operations(divided) / cost.operations(alone)
-    return Exchange(once, twice - once, _held(both.jaxpr), slowdown)
+    form, forward = parts.forward(config, layer, devices, length, rows)
+    both = _both(config, layer, devices, length, rows, form)
+    once, twice = (_moved(closed.jaxpr) for closed in (forward, both))
+    backward = {name: moved.plus(once.get(name, Moved()), -1) for name, moved in twice.items()}
+    # Gradients of what is computed from parameters alone, such as a filter, are summed in place of
+    # those of the parameters. The latter are counted with all parameters.
+    of_parameters = Moved(*counts.parameters_of_mixer(config, layer))
+    sums = backward.pop("all-reduce", Moved()).plus(of_parameters, -1)
+    if sums.size > 0:
+        backward["all-reduce"] = Moved(max(1.0, sums.number), sums.size)
+    operations = None
+    if form.__name__ != "exchange_heads":  # which divides all the work equally
+        one, two = (cost.operations(closed) for closed in (forward, both))
+        operations = Pass(one, two - one)
+    kept = {name: moved for name, moved in backward.items() if moved.number}
+    return Exchange(form.__name__, once, kept, operations)
 
 
-def _reaches_all(config, layer):
-    return all(group["name"] == "softmax" for group in config.layer_mixer(layer))
+def _both(config, layer, devices, length, rows, form):
+    """Jaxpr of one device's forward and backward pass."""
+    graph, parameters, others = counts.split(config, layer, "mixer")
+    x = jax.ShapeDtypeStruct((rows, length, config.features), config.dtype)
 
+    def run(parameters, others, x):
+        def forward(parameters, x):
+            return form(nnx.merge(graph, parameters, others), parts.AXIS)(x)
 
-def _programs(config, layer, devices, length, form):
-    """Jaxprs of the forward pass, and of the forward and backward pass, of a divided sequence."""
-
-    def build():
-        mixer = Block(config, layer, rngs=nnx.Rngs(0)).mixer
-        if not hasattr(mixer, "attention"):
-            raise ValueError(f"{type(mixer).__name__} has no function over heads")
-        mixer.attention = FORMS[form](mixer.attention)
-        return mixer
-
-    split: tuple[Any, ...] = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
-    graph, parameters, others = split
-    tokens, none = PartitionSpec(None, _AXIS), PartitionSpec()
-
-    def forward(parameters, others, x):
-        return nnx.merge(graph, parameters, others)(x)
-
-    def both(parameters, others, x):
-        y, pull_back = jax.vjp(lambda p, x: forward(p, others, x), parameters, x)
+        y, pull_back = jax.vjp(forward, parameters, x)
         return y, pull_back(y)
 
-    mesh = AbstractMesh((devices,), (_AXIS,), axis_types=(AxisType.Auto,))
-    x = jax.ShapeDtypeStruct((1, length, config.features), config.dtype)
-
-    def traced(function, out):
-        run = jax.shard_map(function, mesh=mesh, in_specs=(none, none, tokens), out_specs=out)
-        return jax.make_jaxpr(run)(parameters, others, x)
-
-    return traced(forward, tokens), traced(both, (tokens, (none, tokens)))
+    given = parts.WHOLE, parts.WHOLE, parts.TOKENS
+    found = parts.TOKENS, (parts.WHOLE, parts.TOKENS)
+    return parts.of_device(run, devices, given, found, parameters, others, x)
 
 
-def _sent(jaxpr, devices):
-    """Bytes that the collectives of a jaxpr send; sums of gradients are not counted."""
-    total = 0.0
+def _moved(jaxpr) -> dict[str, Moved]:
+    """The collectives of a jaxpr; of branches, those of the one that moves most."""
+    found: dict[str, Moved] = collections.defaultdict(Moved)
+
+    def add(inner, times=1):
+        for name, moved in inner.items():
+            found[name] = found[name].plus(moved, times)
+
+    sums: set[Any] = set()
     for eqn in jaxpr.eqns:
-        if (entries := _SENT.get(eqn.primitive.name)) is not None:
-            total += entries(devices) * _size(eqn.invars)
-        repeats = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        inside = [_sent(inner, devices) for inner in cost.inner_jaxprs(eqn)]
-        total += repeats * (max(inside, default=0) if eqn.primitive.name == "cond" else sum(inside))
-    return total
+        primitive = eqn.primitive.name
+        if (name := _OPERATIONS.get(primitive)) is not None:
+            add({name: Moved(1, max(_size(eqn.invars), _size(eqn.outvars)))})
+        if name == "all-reduce":
+            sums.update(eqn.outvars)
+        elif primitive == "add_any" and sums.issuperset(_variables(eqn)):
+            # Compilers add before they reduce.
+            sums.update(eqn.outvars)
+            add({"all-reduce": Moved(-1, -_size(eqn.outvars))})
+        inside = [_moved(inner) for inner in cost.inner_jaxprs(eqn)]
+        if primitive == "cond":
+            inside = [max(inside, key=lambda each: sum(moved.size for moved in each.values()))]
+        for each in inside:
+            add(each, eqn.params["length"] if primitive == "scan" else 1)
+    return dict(found)
 
 
-def _held(jaxpr):
-    """Most bytes that the collectives of one jaxpr, such as the body of a loop, receive."""
-    own = sum(_size(eqn.outvars) for eqn in jaxpr.eqns if eqn.primitive.name in _SENT)
-    inside = (_held(inner) for eqn in jaxpr.eqns for inner in cost.inner_jaxprs(eqn))
-    return max([own, *inside])
+def _variables(eqn):
+    return [None if isinstance(v, jex_core.Literal) else v for v in eqn.invars]
 
 
 def _size(variables):

@@ -1,13 +1,14 @@
 """A training step on a mesh: the model, its sizes, and the share of one device."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from effattn.analysis.planning import counts
 from effattn.arrays import checks
-from effattn.nn import TransformerConfig, TransformerLM
+from effattn.nn import Experts, TransformerConfig, TransformerLM
 from effattn.parallel import AXES
 
 # Bytes a parameter: weight, gradient, float32 master, moments of Adam. Rajbhandari et al. 2020.
@@ -29,7 +30,6 @@ class Setting:
       mesh: devices along each axis of `effattn.parallel.AXES`.
       microbatches: parts of the batch that one device computes one after another.
       precision: a key of `PRECISIONS`.
-      experts: (experts, experts of a token) in place of each feed-forward layer; (1, 1) without.
     """
 
     config: TransformerConfig
@@ -38,7 +38,6 @@ class Setting:
     mesh: Mapping[str, int]
     microbatches: int
     precision: str
-    experts: tuple[int, int]
 
     @property
     def devices(self) -> int:
@@ -65,30 +64,20 @@ class Setting:
         return self.config.num_layers // self.mesh["stage"]
 
     @property
+    def mixtures(self) -> list[Experts]:
+        """The experts of each layer that has some."""
+        found = [self.config.layer_experts(layer) for layer in range(self.config.num_layers)]
+        return [each for each in found if each is not None]
+
+    @property
     def bytes_of(self) -> Mapping[str, int]:
         """Bytes of each state of a parameter."""
         return PRECISIONS[self.precision]
 
     @property
     def share(self) -> TransformerConfig:
-        """The layers as one device computes them: its heads, hidden features and vocabulary.
-
-        The experts of a token are one feed-forward layer that is as wide as all of them.
-        """
-        config, parts = self.config, self.mesh["tensor"]
-        _, chosen = self.experts
-        if parts == chosen == 1:
-            return config
-        head_dim = config.head_dim or config.features // config.num_heads
-        return dataclasses.replace(
-            config,
-            vocab_size=-(-config.vocab_size // parts),
-            num_heads=config.num_heads // parts,
-            # Fewer key heads than devices are repeated.
-            num_kv_heads=config.num_kv_heads and max(1, config.num_kv_heads // parts),
-            head_dim=head_dim,
-            hidden_features=chosen * counts.hidden_features(config) // parts,
-        )
+        """The layers as one device computes them: its heads, hidden features and vocabulary."""
+        return _share(self.config, self.mesh["tensor"])
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each number that does not divide."""
@@ -102,14 +91,22 @@ class Setting:
             (mesh["stage"], config.num_layers, "stage", "the number of layers"),
             (parts, config.num_heads, "tensor", "the number of heads"),
             (parts, counts.hidden_features(config), "tensor", "the hidden features"),
-            (mesh["expert"], self.experts[0], "expert", "the number of experts"),
         ]
+        mixtures = self.mixtures
+        for number in {each.num_experts for each in mixtures} or {1}:
+            divided.append((mesh["expert"], number, "expert", "the number of experts"))
         for divisor, number, name, noun in divided:
             if number % divisor:
                 yield f"{name} must divide {noun}, {number}, got {divisor}"
         if key_heads % parts and parts % key_heads:
             noun = f"the number of key heads, {key_heads}"
             yield f"tensor must divide {noun}, or be a multiple of it, got {parts}"
+        if mesh["sequence"] > 1 and mixtures:
+            reason = "because each device would compute the experts of all tokens"
+            yield f"sequence must be 1 with experts, {reason}, got {mesh['sequence']}"
+        if parts > 1 and any(each.capacity_factor is None for each in mixtures):
+            reason = "whose hidden features each device would gather"
+            yield f"tensor must be 1 for experts without a capacity, {reason}, got {parts}"
         for name in sorted(self._without_heads()) if parts > 1 else ():
             reason = f"because the mixer of {name!r} has no heads to divide"
             yield f"tensor must be 1, {reason}, got {parts}"
@@ -123,6 +120,22 @@ class Setting:
         }
 
 
+@functools.lru_cache(maxsize=1024)
+def _share(config, parts):
+    if parts == 1:
+        return config
+    head_dim = config.head_dim or config.features // config.num_heads
+    return dataclasses.replace(
+        config,
+        vocab_size=-(-config.vocab_size // parts),
+        num_heads=config.num_heads // parts,
+        # Fewer key heads than devices are repeated.
+        num_kv_heads=config.num_kv_heads and max(1, config.num_kv_heads // parts),
+        head_dim=head_dim,
+        hidden_features=counts.hidden_features(config) // parts,
+    )
+
+
 def make(
     model: TransformerConfig | TransformerLM,
     mechanism: Any,
@@ -133,7 +146,6 @@ def make(
     microbatches: int,
     precision: str,
     remat: bool,
-    experts: tuple[int, int],
 ) -> Setting:
     """Makes a setting of checked arguments, as `plan` describes them."""
     config = model.config if isinstance(model, TransformerLM) else model
@@ -147,15 +159,6 @@ def make(
         checks.at_least(f"mesh[{axis!r}]", size, 1, "devices")
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    if config.experts is not None:
-        raise ValueError(
-            "model must have no experts in its configuration; give experts=(number, experts of a "
-            "token) in their place"
-        )
-    count, chosen = experts
-    checks.at_least("experts", count, 1)
-    if not 1 <= chosen <= count:
-        raise ValueError(f"experts must be (experts, experts of a token), got {experts}")
     if mechanism is not None:
         config = dataclasses.replace(config, mixer=mechanism)
     config = dataclasses.replace(
@@ -166,4 +169,4 @@ def make(
         dropout_rate=0.0,
     )
     sizes = {axis: mesh.get(axis, 1) for axis in AXES}
-    return Setting(config, context, batch, sizes, microbatches, precision, experts)
+    return Setting(config, context, batch, sizes, microbatches, precision)

@@ -1,10 +1,11 @@
 """Bytes that devices send each other in a step, by kind of parallelism.
 
 Sources: Rajbhandari et al. 2020 (ZeRO) for data and fsdp; Shoeybi et al. 2019 and Narayanan et al.
-2021 (Megatron-LM) for tensor and stage; Jacobs et al. 2023 (DeepSpeed-Ulysses) and Liu et al. 2023
-(Ring Attention) for sequence, whose bytes are counted in the programs of `effattn.parallel`.
+2021 (Megatron-LM) for tensor and stage. The bytes of the axis `sequence` are counted in programs of
+`effattn.parallel`.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class Transfer(NamedTuple):
       operation: the collective.
       axes: mesh axes of the devices that take part.
       number: number of collectives.
-      size: bytes of one collective on one device: its result, or what arrives together.
+      size: mean bytes of one collective's operand or result on a device, whichever is larger.
       sent: bytes that one device sends, in all of them.
       overlaps: whether computation goes on meanwhile.
     """
@@ -39,63 +40,66 @@ class Transfer(NamedTuple):
 
 def transfers(setting: Setting) -> tuple[Transfer, ...]:
     """All transfers of a training step."""
+    return (*without_exchanges(setting), *_sequence(setting))
+
+
+def without_exchanges(setting: Setting) -> tuple[Transfer, ...]:
+    """The transfers of a training step, without those of the mixers of a divided sequence."""
     found = [
         *_gradients(setting),
-        *_weights(setting),
+        # Once more for the backward pass if layers are recomputed.
+        *_gathered(setting, 2 if setting.config.remat else 1),
         *_tensor(setting),
-        *_sequence(setting),
         *_stages(setting),
-        *_experts(setting),
     ]
     return tuple(each for each in found if each.number)
 
 
 def decoding(setting: Setting) -> tuple[Transfer, ...]:
     """All transfers of a step that decodes one token of each sequence."""
-    number, layers = memory.parameters(setting), setting.layers
-    of_layer = (number.layers + number.experts) / layers * setting.bytes_of["parameters"]
-    row = _row(setting)
-    return (
-        *_collectives(setting, "fsdp: layers", "all-gather", ("fsdp",), layers, of_layer, True),
-        *_collectives(setting, "tensor: activations", "all-reduce", ("tensor",), 2 * layers, row),
+    row, layers = _row(setting), 2 * setting.layers
+    caches = [(round(count), size) for size, is_cache, count in memory.states(setting) if is_cache]
+    found = (
+        *_gathered(setting, 1),
+        *_collectives(setting, "tensor: activations", "all-reduce", ("tensor",), layers, row),
+        *_collectives(setting, "stage: activations", "send", ("stage",), 1, row),
+        # Each device computes attention to the whole cache.
+        *itertools.chain.from_iterable(
+            _collectives(setting, "sequence: cache", "all-gather", ("sequence",), *cache)
+            for cache in caches
+        ),
     )
+    return tuple(each for each in found if each.number)
 
 
 def seconds(transfer: Transfer, setting: Setting, hardware: Hardware) -> float:
-    """Time of the transfers alone."""
-    return transfer.sent / rate(transfer.axes, setting, hardware)
+    """Time of the transfers alone.
 
-
-def rate(axes: tuple[str, ...], setting: Setting, hardware: Hardware) -> float:
-    """Bytes a second that one device sends to devices along mesh axes.
-
-    The last axes of the mesh lie inside an island. A collective between islands uses the links of
-    all its members in an island.
+    The last axes of the mesh lie inside an island. Gathers and sums between islands use the links
+    of all their members in an island. In an exchange, a device sends what is for other islands by
+    its own link. All devices send to a neighbour at once, so that the slowest link decides.
     """
+    axes, sent = transfer.axes, transfer.sent
     nearer = math.prod(setting.mesh[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
-    members = setting.size(*axes)
-    first = AXES.index(axes[0])
-    span = math.prod(setting.mesh[axis] for axis in AXES[first:])
+    span = math.prod(setting.mesh[axis] for axis in AXES[AXES.index(axes[0]) :])
     if span <= hardware.island:
-        return hardware.inside
+        return sent / hardware.inside
+    members = setting.size(*axes)
     together = max(1, min(members, hardware.island // nearer))
-    return min(hardware.inside, together * hardware.between)
+    if transfer.operation == "send":
+        return sent / hardware.between
+    if transfer.operation == "all-to-all":
+        outside = sent * (members - together) / (members - 1)
+        return max((sent - outside) / hardware.inside, outside / hardware.between)
+    return sent / min(hardware.inside, together * hardware.between)
 
 
 def _collectives(setting, kind, operation, axes, count, size, overlaps=False):
     """Collectives of one size; none on one device."""
-    devices = setting.size(*axes)
-    shares = {
-        "all-reduce": 2 * (devices - 1) / devices,
-        "all-gather": (devices - 1) / devices,
-        "reduce-scatter": (devices - 1) / devices,
-        "all-to-all": (devices - 1) / devices,
-        "send": 1.0,
-    }
+    axes, devices = _larger(setting, axes), setting.size(*axes)
     if devices > 1:
-        yield Transfer(
-            kind, operation, axes, count, size, count * size * shares[operation], overlaps
-        )
+        sent = count * size * sequence.SHARES[operation](devices)
+        yield Transfer(kind, operation, axes, count, size, sent, overlaps)
 
 
 def _row(setting: Setting, tokens: int = 1) -> float:
@@ -105,83 +109,82 @@ def _row(setting: Setting, tokens: int = 1) -> float:
 
 
 def _gradients(setting):
-    """Each device has the sum over all tokens; ZeRO keeps an fsdp-th of the gradients."""
+    """Each device has the sum over all tokens; ZeRO keeps the part of the gradients it stores."""
     number, each = memory.parameters(setting), setting.bytes_of["gradients"]
-    yield from _collectives(
-        setting,
-        "fsdp: gradients",
-        "reduce-scatter",
-        ("fsdp",),
-        setting.microbatches,
-        number.total * each,
-        overlaps=True,
+    groups = (
+        ("gradients", number.layers + number.ends, ("fsdp",), ("data", "expert", "sequence")),
+        ("gradients of experts", number.experts, ("fsdp", "expert"), ("data", "sequence")),
     )
-    shared, experts = (number.layers + number.ends) * each, number.experts * each
-    groups = {("data", "expert", "sequence"): shared, ("data", "sequence"): experts}
-    if setting.mesh["expert"] == 1:
-        groups = {("data", "sequence"): shared + experts}
-    for axes, size in groups.items():
-        axes = tuple(axis for axis in axes if setting.mesh[axis] > 1)
-        if axes and size:
-            size /= setting.mesh["fsdp"]
-            kind = f"{', '.join(axes)}: gradients"
-            yield from _collectives(setting, kind, "all-reduce", axes, 1, size, overlaps=True)
+    for what, count, stored, shared in groups:
+        for axes, operation, times, size in (
+            (stored, "reduce-scatter", setting.microbatches, count * each),
+            (shared, "all-reduce", 1, count * each / setting.size(*stored)),
+        ):
+            kind = f"{', '.join(_larger(setting, axes))}: {what}"
+            yield from _collectives(setting, kind, operation, axes, times * bool(size), size, True)
 
 
-def _weights(setting):
-    """Gathered forward, and once more for the backward pass if layers are recomputed."""
+def _gathered(setting, times):
+    """Gathers of the weights of all layers, several times, and of the embeddings."""
     number, size = memory.parameters(setting), setting.bytes_of["parameters"]
-    times = (2 if setting.config.remat else 1) * setting.microbatches
-    layer = (number.layers + number.experts) / setting.layers
-    for kind, count, total in (
-        ("layers", times * setting.layers, layer),
-        ("embeddings", setting.microbatches, number.ends),
+    experts = len(setting.mixtures) // setting.mesh["stage"]
+    for what, axes, count, total in (
+        ("layers", ("fsdp",), times * setting.layers, number.layers / setting.layers),
+        ("experts", ("fsdp", "expert"), times * experts, number.experts / max(1, experts)),
+        ("embeddings", ("fsdp",), 1, number.ends),
     ):
-        yield from _collectives(
-            setting, f"fsdp: {kind}", "all-gather", ("fsdp",), count, total * size, overlaps=True
-        )
+        kind, runs = f"{', '.join(_larger(setting, axes))}: {what}", setting.microbatches * count
+        yield from _collectives(setting, kind, "all-gather", axes, runs, total * size, True)
+
+
+def _larger(setting, axes):
+    """The axes along which there are several devices."""
+    return tuple(axis for axis in axes if setting.mesh[axis] > 1)
 
 
 def _tensor(setting):
     """Two all-reduces a layer forward and two backward; recomputation repeats the mixer's.
 
-    The embedding's rows are summed forward, and the gradient of the last features backward.
+    The embedding's rows are summed forward, and the gradient of the last features backward. Experts
+    sum their slots.
     """
-    each = 5 if setting.config.remat else 4
-    yield from _collectives(
-        setting,
-        "tensor: activations",
-        "all-reduce",
-        ("tensor",),
-        setting.microbatches * (each * setting.layers + 2),
-        _row(setting, setting.tokens),
-    )
+    row = _row(setting, setting.tokens)
+    of_mixers = (3 if setting.config.remat else 2) * setting.layers
+    experts = len(setting.mixtures) // setting.mesh["stage"]
+    # Without a capacity, the axis `tensor` is refused.
+    slots = sum((each.capacity_factor or 0) * each.experts_per_token for each in setting.mixtures)
+    others = 2 * (setting.layers - experts) + 2
+    for what, number, size in (
+        ("activations", of_mixers + others, row),
+        ("slots of experts", 2 * experts, slots / max(1, len(setting.mixtures)) * row),
+    ):
+        runs = setting.microbatches * number
+        yield from _collectives(setting, f"tensor: {what}", "all-reduce", ("tensor",), runs, size)
 
 
 def _sequence(setting):
-    for form, count, each in exchanges(setting):
-        passes = (2 if setting.config.remat else 1) * each.forward + each.backward
+    again = 2 if setting.config.remat else 1
+    for _, count, each in exchanges(setting):
         runs = setting.microbatches * count // setting.mesh["stage"]
-        yield Transfer(
-            f"sequence: {form}",
-            {"ring": "send", "states": "all-gather", "heads": "all-to-all"}[form],
-            ("sequence",),
-            runs,
-            each.held * setting.rows,
-            runs * passes * setting.rows,
-            overlaps=form == "ring",
-        )
+        for operation in {**each.forward, **each.backward}:
+            forward, backward = (
+                moved.get(operation, sequence.Moved()) for moved in (each.forward, each.backward)
+            )
+            moved = backward.plus(forward, again)
+            number = round(runs * moved.number)
+            kind, size = f"sequence: {each.form}", moved.size / moved.number
+            yield from _collectives(setting, kind, operation, ("sequence",), number, size)
 
 
-def exchanges(setting: Setting) -> Iterator[tuple[str, int, sequence.Exchange]]:
-    """Yields form, number of layers and exchange of one sequence for all kinds of layers."""
+def exchanges(setting: Setting) -> Iterator[tuple[int, int, sequence.Exchange]]:
+    """Yields layer, number of layers that are like it, and the exchange of a microbatch."""
     devices = setting.mesh["sequence"]
     if devices == 1:
         return
+    sizes = devices, setting.context, setting.rows
     share = counts.at_length(setting.share, setting.context)
     for layer, count in counts.kinds(share).items():
-        form = sequence.form_of(share, layer, devices)
-        yield form, count, sequence.exchange(share, layer, devices, setting.context, form)
+        yield layer, count, sequence.exchange(share, layer, *sizes)
 
 
 def _stages(setting):
@@ -193,18 +196,4 @@ def _stages(setting):
         2 * setting.microbatches,
         _row(setting, setting.tokens),
         overlaps=True,
-    )
-
-
-def _experts(setting):
-    """To the experts and back, forward and backward; recomputation repeats the forward ones."""
-    each = 6 if setting.config.remat else 4
-    _, chosen = setting.experts
-    yield from _collectives(
-        setting,
-        "expert: tokens",
-        "all-to-all",
-        ("expert",),
-        each * setting.microbatches * setting.layers,
-        chosen * _row(setting, setting.tokens),
     )

@@ -9,11 +9,14 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from effattn.nn import TransformerLM
+from effattn.arrays import mesh_axes
+from effattn.nn import TransformerLM, placement
 from effattn.parallel import make_mesh
 
-_OPERATION = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(")
-_ARRAY = re.compile(r"(f32|s32|pred)\[([\d,]*)\]")
+_OPERATION = re.compile(
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_ARRAY = re.compile(r"(f32|s32|c64)\[([\d,]*)\]")
 
 
 def step(config, batch, length, axis="data", devices=1):
@@ -23,12 +26,12 @@ def step(config, batch, length, axis="data", devices=1):
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     mesh = make_mesh(**{axis: devices}, devices=jax.devices()[:devices])
 
-    def loss(parameters, others, tokens):
-        logits = nnx.merge(graph, parameters, others)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    def loss(parameters, others, tokens, labels):
+        logits = nnx.merge(graph, parameters, others)(tokens)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def run(parameters, state, others, tokens):
-        value, gradients = jax.value_and_grad(loss)(parameters, others, tokens)
+    def run(parameters, state, others, tokens, labels):
+        value, gradients = jax.value_and_grad(loss)(parameters, others, tokens, labels)
         updates, state = optimiser.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, value
 
@@ -46,14 +49,15 @@ def step(config, batch, length, axis="data", devices=1):
     parameters = placed(parameters, divided)
     state = placed(jax.eval_shape(optimiser.init, parameters), divided)
     others = placed(others, lambda path, x: PartitionSpec())
-    rows = PartitionSpec(axis if axis in ("data", "fsdp") else None)
-    tokens = placed(jax.ShapeDtypeStruct((batch, length + 1), jnp.int32), lambda path, x: rows)
+    place = mesh_axes.dividing(mesh.shape, (batch, length), placement.ACTIVATIONS)
+    tokens = placed(jax.ShapeDtypeStruct((batch, length), jnp.int32), lambda path, x: place)
     of_state = jax.tree.map(lambda x: x.sharding, (parameters, state))
     out = *of_state, NamedSharding(mesh, PartitionSpec())
-    traced = jax.jit(run, donate_argnums=(0, 1), out_shardings=out).trace(
-        parameters, state, others, tokens
-    )
-    return traced.lower().compile()
+    with jax.set_mesh(mesh):
+        traced = jax.jit(run, donate_argnums=(0, 1), out_shardings=out).trace(
+            parameters, state, others, tokens, tokens
+        )
+        return traced.lower().compile()
 
 
 def bytes_of(program):
@@ -68,8 +72,8 @@ def collectives(program):
     for line in program.as_text().splitlines():
         if match := _OPERATION.search(line):
             sizes = [
-                4 * math.prod(int(n) for n in dims.split(",") if n)
-                for _, dims in _ARRAY.findall(match[1])
+                (8 if kind == "c64" else 4) * math.prod(int(n) for n in dims.split(",") if n)
+                for kind, dims in _ARRAY.findall(match[1])
             ]
             found.setdefault(match[2], []).append(sizes)
     return found
@@ -84,6 +88,8 @@ def _divided(name, shape, axis, devices):
         # Heads, columns and rows of the feed-forward layer, and the vocabulary.
         is_row = "['out']" in name or "down" in name or "embed" in name
         where = 0 if is_row else 1
+    elif axis == "expert" and "_kernels" in name:
+        where = 0
     else:
         where = None
     if where is not None:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from effattn.analysis import liveness, planning
 from effattn.analysis.planning import counts, memory, settings
-from effattn.nn import TransformerConfig, TransformerLM
+from effattn.nn import Experts, TransformerConfig, TransformerLM
 from tests.analysis.planning import compiled
 
 JAXLIB = tuple(map(int, metadata.version("jaxlib").split(".")[:2]))
@@ -32,7 +32,7 @@ def model(mixer="softmax", *, remat=False, layers=3, features=64, heads=4, vocab
 
 def setting(config, mesh, **options):
     defaults = {"batch": 8, "microbatches": 1, "precision": "mixed", "remat": True}
-    options = {**defaults, "context": 128, "experts": (1, 1), **options}
+    options = {**defaults, "context": 128, **options}
     return settings.make(config, None, mesh=mesh, **options)
 
 
@@ -85,6 +85,13 @@ def test_memory_on_eight_devices(axis, config, batch):
     assert agrees(config, batch, axis=axis, devices=8)
 
 
+@pytest.mark.slow
+@pytest.mark.devices
+def test_memory_of_divided_experts():
+    config = dataclasses.replace(model(heads=8), experts=Experts(16, 2, capacity_factor=1.0))
+    assert agrees(config, 16, axis="expert", devices=8)
+
+
 @REMAT
 @pytest.mark.slow
 @pytest.mark.devices
@@ -127,23 +134,33 @@ def test_tensor_and_stage_divide_parameters_and_fsdp_what_is_stored():
         assert getattr(stored[1], part) == getattr(stored[0], part) / 8
 
 
-def test_experts_add_their_parameters():
-    config = model()
+def test_the_axis_expert_divides_experts_alone():
+    config = dataclasses.replace(model(), experts=(None, Experts(8), Experts(8)))
     of_expert = 3 * config.features * counts.hidden_features(config)
-    found = setting(config, {"expert": 4}, experts=(8, 2))
-    assert memory.parameters(found).experts == 8 / 4 * of_expert * config.num_layers
-    # Each token is computed by two of them.
-    assert counts.hidden_features(found.share) == 2 * counts.hidden_features(config)
+    found = setting(config, {"expert": 4})
+    number = memory.parameters(found)
+    assert number.experts == 2 * 8 * of_expert
+    assert memory.stored(found) == number.total - number.experts * 3 / 4
 
 
 def test_a_cache_is_divided_along_the_sequence_and_a_state_is_not():
+    def decoded(mixer, **mesh):
+        return planning.plan(model(mixer), None, 128, mesh, "h100", training=False)
+
     def state(mixer, **mesh):
-        return planning.plan(model(mixer), None, 128, mesh, "h100", training=False).memory.state
+        return decoded(mixer, **mesh).memory.state
 
     # Keys and values of 16 bits.
     assert state("softmax") == 3 * 128 * 2 * 64 * 2 + 3 * 4
     assert state("softmax", sequence=4) == pytest.approx(state("softmax") / 4, abs=16)
     assert state("linear", sequence=4) == state("linear")
+    mixed = ["softmax", "linear", "linear"]
+    whole = state("softmax") / 3 / 4 + 2 * state("linear") / 3
+    assert state(mixed, sequence=4) == pytest.approx(whole, abs=16)
+    # Each device gathers the cache of a layer.
+    assert decoded("softmax", sequence=4).memory.communication == state("softmax") / 3
+    (gather,) = decoded("softmax", sequence=4).transfers
+    assert gather[:5] == ("sequence: cache", "all-gather", ("sequence",), 3, state("softmax") / 3)
 
 
 def test_pipelines_keep_the_activations_of_microbatches_that_are_on_their_way():
