@@ -28,7 +28,9 @@ TIMES, ROUNDINGS, ROUNDINGS_OF_FLOAT32 = 3.0, 2.0, 8.0
 
 # Errors are relative to the RMS of an array, but at least to so much of the largest RMS of a case.
 SMALLEST = 1e-3
-ZERO = 1e-9  # the same for an RMS that is 0 but for rounding
+# An array with an RMS below this share of the largest RMS is zero but for rounding. Its error is
+# relative to the largest RMS.
+ZERO = 1e-9
 
 
 class Case(NamedTuple):
@@ -55,7 +57,7 @@ class Row(NamedTuple):
       implementation: name of the implementation.
       dtype: dtype of queries, keys and values.
       errors: RMS errors of the output and of the gradients, by name.
-      of_xla: the same for XLA in the same dtype.
+      of_xla: the same for XLA in the same dtype, with products in full precision.
       reason: why the kernel does not take the call, or how it failed; empty if it ran.
       failed: True if the kernel failed, or if an error is too large.
     """

@@ -32,7 +32,7 @@ class PipelinedLM(TransformerLM):
     methods of `TransformerLM` work too, and gather one layer after the other.
 
     Args:
-      model: a model; the new one takes over its variables.
+      model: a model. The new one shares its embeddings, norm and head, and copies its layers.
       stages: S, a divisor of the number of layers L.
 
     Raises:
@@ -41,7 +41,7 @@ class PipelinedLM(TransformerLM):
     """
 
     def __init__(self, model: TransformerLM, stages: int):
-        # Not that of `TransformerLM`, which makes new variables.
+        # Does not call `super().__init__`, which would make new variables.
         self.config = model.config
         self.embed, self.positions = model.embed, model.positions
         self.norm, self.head = model.norm, model.head
@@ -58,7 +58,7 @@ class PipelinedLM(TransformerLM):
 
     @property
     def blocks(self) -> list[Any]:  # type: ignore[override]
-        """The layers, each with its own variables."""
+        """Copies of the layers, each with its own variables; changes of them are lost."""
         count = len(jax.tree.leaves(nnx.state(self.stages[0]))[0])
         return [_entry(block, stage) for stage in range(count) for block in self.stages]
 
@@ -78,7 +78,7 @@ class PipelinedLM(TransformerLM):
         stage, other axes of the mesh divide rows, tokens, heads and features as in `TransformerLM`.
 
         Args:
-          tokens: `(M, B, T)` int.
+          tokens: `(M, B, T)` int, from 0 to V - 1; others give NaN.
           targets: arrays `(M, B, T, ...)`.
           loss: `(logits (B, T, V), target (B, T, ...)) -> ()`, a sum over rows and tokens. With an
             axis `sequence`, a device calls it with its part of the tokens.
@@ -98,8 +98,14 @@ class PipelinedLM(TransformerLM):
         parts = mesh.shape.get(SEQUENCE, 1)
         self._check_mesh(mesh, stages, parts, time)
         end_graph, (end_trained, end_others) = _split(self._end())
-        # Gathered once a step along `fsdp`, and not once for each microbatch.
+        # Gathered along `fsdp` once, and not for each microbatch. Their gradients are summed over
+        # rows in each step of the pipeline.
         trained, end_trained = (_gathered(each, mesh) for each in (trained, end_trained))
+        if self.positions is not None and time > self.positions.num_embeddings:
+            raise ValueError(
+                f"tokens must have at most {self.positions.num_embeddings} columns, the number of "
+                f"learned positions (max_length), got {time}"
+            )
         positions = jnp.broadcast_to(jnp.arange(time), (batch, time))
         x = jax.vmap(lambda rows: self._embed(token_ids(rows), positions, None))(tokens)
         x = mesh_axes.constrained(x, ((), *ACTIVATIONS))
@@ -186,7 +192,8 @@ def _stacked(layers, first, stages):
             other = first + number * len(layers) // stages
             raise ValueError(
                 f"the stages must have the same layers, but layer {other} is built differently "
-                f"from layer {first}; choose mechanisms that repeat in each of the {stages} stages"
+                f"from layer {first}; choose mechanisms that repeat in each of the {stages} stages "
+                "with options that do not depend on the layer"
             )
 
     def stacked(*variables):

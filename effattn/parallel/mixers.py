@@ -38,7 +38,10 @@ _in_parts: Any = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def tokens_in_parts() -> Iterator[None]:
-    """Within, inside `jax.shard_map` over `sequence`, mixers get a device's part of the tokens."""
+    """Context for code inside `jax.shard_map` over `sequence`, where x has a device's tokens only.
+
+    `divided` then calls the first form that takes the call, or raises `ValueError`.
+    """
     with _in_parts(True):
         yield
 

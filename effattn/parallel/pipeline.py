@@ -32,24 +32,25 @@ def pipeline(
     section 2.2). In each step a device sends one activation to the next device, and one gradient to
     the one before.
 
-    Both schedules take as long, and recompute each stage for its gradients. Every device has the
-    `inputs` and, backward, their gradients. The schedules differ in the number of further stage
-    inputs that a device stores:
+    Both schedules take as long (but see `lockstep`), and recompute each stage for its gradients.
+    Every device has the `inputs` and, backward, their gradients. The schedules differ in the number
+    of further stage inputs that a device stores:
 
     - "gpipe": M + S - 1 (Huang et al. 2019, "GPipe"); all gradients follow the last loss.
     - "1f1b": 2 S - 1, for any number of microbatches. The gradients of a microbatch follow its
       loss, between the stages of later microbatches (Narayanan et al. 2019, "PipeDream").
 
     Args:
-      stage: `(params, x) -> y`, one stage; y has the structure, shapes and dtypes of x.
+      stage: `(params, x) -> y`, one stage; y has the structure, shapes and dtypes of x. Arrays that
+        `stage` and `loss` close over have no gradients by "1f1b".
       loss: `(head, y, target) -> ()`, of the last stage's result, such as its output projection and
         cross-entropy.
       axis_name: the mesh axis of the stages.
       schedule: "1f1b" or "gpipe".
       lockstep: whether devices call `stage` and `loss` in every step, and discard results that are
         not due. Otherwise they wait. It is needed if these functions exchange data with devices of
-        other mesh axes: a collective permutation may wait for all devices of the program. The
-        devices take as long, unless `loss` is slower than a stage.
+        other mesh axes: a collective permutation may wait for all devices of the program. Then
+        "1f1b" takes M + 2 S - 2 steps forward and backward, and "gpipe" M + S - 1.
 
     Returns:
       A function of `params`, those of this device's stage; `head`, the parameters of the loss;
@@ -69,7 +70,7 @@ def pipeline(
         count = _count(inputs, targets)
         number = lax.axis_index(axis_name)
         # Arrays that devices share vary in here, so that their gradients are summed outside.
-        arrays = mesh_axes.vary_alike((params, head, inputs, targets, number))
+        arrays = _vary((params, head, inputs, targets, number))
         params, head, inputs, targets, number = arrays
         _check(stage, params, inputs)
         line = _Line(stage, loss, axis_name, number, count, inputs, lockstep)
@@ -139,19 +140,29 @@ def _gpipe(line, params, head, inputs, targets):
 
 def _one_forward_one_backward(line, params, head, inputs, targets):
     """As `_gpipe`, but the gradients are computed with the losses."""
+    arrays = params, head, inputs
+    value, gradients = _with_gradients(line, *lax.stop_gradient(arrays), targets)
+    return _attached(value, gradients, arrays)
 
-    @jax.custom_vjp
-    def run(params, head, inputs):
-        return _gpipe(line, params, head, inputs, targets)
 
-    def forward(params, head, inputs):
-        return _with_gradients(line, params, head, inputs, targets)
+@jax.custom_vjp
+def _attached(value, gradients, arrays):
+    """The value, as a function of arrays with these gradients.
 
-    def backward(gradients, d_value):
-        return jax.tree.map(lambda x: (x * d_value).astype(x.dtype), gradients)
+    It closes over nothing, because JAX may trace the rule below after the call.
+    """
+    return value
 
-    run.defvjp(forward, backward)
-    return run(params, head, inputs)
+
+def _forward(value, gradients, arrays):
+    return value, gradients
+
+
+def _backward(gradients, d_value):
+    return None, None, jax.tree.map(lambda x: (x * d_value).astype(x.dtype), gradients)
+
+
+_attached.defvjp(_forward, _backward)
 
 
 def _with_gradients(line, params, head, inputs, targets):
@@ -223,6 +234,20 @@ def _with_gradients(line, params, head, inputs, targets):
     (*_, total, sums, d_inputs), _ = lax.scan(tick, start, steps)
     gradients = jax.tree.map(lambda x, d_x: d_x.astype(x.dtype), (params, head), sums)
     return total, (*gradients, d_inputs)
+
+
+def _vary(arrays):
+    """`mesh_axes.vary_alike`, with gradients of 16 bits summed in float32.
+
+    XLA for CPUs fails to compile sums in bfloat16 where some mesh axes are automatic.
+    """
+
+    def cast(x, like):
+        is_short = jnp.issubdtype(like.dtype, jnp.floating) and like.dtype.itemsize == 2
+        return x.astype(jnp.float32 if x is like else like.dtype) if is_short else x
+
+    wide = mesh_axes.vary_alike(jax.tree.map(lambda x: cast(x, x), arrays))
+    return jax.tree.map(cast, wide, arrays)
 
 
 def _count(inputs, targets):

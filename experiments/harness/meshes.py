@@ -117,7 +117,9 @@ def _check_stages(mesh: Mesh, options: Options, task: Task) -> None:
         kind = task.model.replace("_", " ")
         raise UserError(f"{stages} divides the layers of language models; this task has a {kind}")
     if options.with_costs:
-        raise UserError(f"{stages} has no costs of mechanisms; leave it out of this experiment")
+        raise UserError(
+            f"{stages} must be left out: this experiment adds the costs of mechanisms to the loss"
+        )
     if options.redraw:
         raise UserError(f"{stages} does not redraw random features; leave out --redraw")
     if options.experts and mesh.shape["sequence"] > 1:

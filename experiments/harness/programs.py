@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from effattn.nn import Centroids, MixtureOfExperts, RoutingStats
+from effattn.nn import Centroids, MixtureOfExperts, PipelinedLM, RoutingStats
 from experiments.harness.loss_scale import LossScale
 from experiments.harness.meshes import ONE_DEVICE, Devices
 from experiments.harness.schedules import Schedule
@@ -117,6 +117,7 @@ class Programs:
         self._with_costs = with_costs
         self._scale = LossScale(dynamic=precision == "float16")
         model = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
+        self._has_stages = isinstance(model, PipelinedLM)
         self._graph = nnx.split(model, *_GROUPS)[0]
         modules = [module for _, module in nnx.iter_modules(model)]
         self.has_experts = any(isinstance(module, MixtureOfExperts) for module in modules)
@@ -214,7 +215,7 @@ class Programs:
 
     def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
         trained, (state, scale) = params["trained"], state
-        differentiated = self._in_stages if hasattr(self.model(params), "stages") else self._in_turn
+        differentiated = self._in_stages if self._has_stages else self._in_turn
         loss, gradients = differentiated(params, scale, batch)
 
         def update(gradients, state):

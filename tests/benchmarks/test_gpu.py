@@ -375,7 +375,7 @@ def test_the_gradient_of_unchecked_heads_is_zero():
 
 
 def test_partitioned_calls_are_timed_beside_direct_ones(tmp_path, capsys):
-    """On a CPU, with tiny arrays; every form of a call computes the same."""
+    """On a CPU, with tiny arrays."""
     assert partitioned.main(["--quick", "--rounds", "1", "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "partitioned.json").read_text())["rows"]
     forms = {row["form"] for row in rows if row["comparison"] == "causal, bfloat16"}
@@ -385,7 +385,7 @@ def test_partitioned_calls_are_timed_beside_direct_ones(tmp_path, capsys):
 
 
 def test_each_form_is_partitioned_in_its_way():
-    """The direct program in none; all compute the same."""
+    """The compiler's rule in one, `jax.shard_map` in another; all compute the same."""
     keys = jax.random.split(jax.random.key(0), 4)
     operands = [jax.random.normal(key, (1, 64, 2, 16)) for key in keys]
     function = partitioned.PASSES["forward + backward"](partitioned.MECHANISMS["causal"])

@@ -119,11 +119,12 @@ def assert_equal(found, expected):
     value, gradients, *_ = found
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     pairs = zip(gradients.blocks, expected[1].blocks, strict=True)
-    others = ((getattr(gradients, name), getattr(expected[1], name)) for name in ("embed", "norm"))
+    names = [n for n in ("embed", "positions", "norm", "head") if getattr(gradients, n) is not None]
+    others = ((getattr(gradients, name), getattr(expected[1], name)) for name in names)
     for ours, plain in (*pairs, *others):
         states = (jax.tree.leaves(nnx.state(each, nnx.Param)) for each in (ours, plain))
         for x, y in zip(*states, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
 def slow(*values):
@@ -135,7 +136,7 @@ def slow(*values):
     ("sizes", "schedule", "changes"),
     [
         ({"stage": 2, "data": 2, "tensor": 2}, "1f1b", {}),
-        slow({"stage": 2, "data": 2, "tensor": 2}, "gpipe", {"tie_embeddings": True}),
+        slow({"stage": 2, "data": 2, "tensor": 2}, "gpipe", {"tie_embeddings": False}),
         slow({"stage": 2, "sequence": 2, "data": 2}, "1f1b", {"mixer": "gated_delta_net"}),
         slow({"stage": 2, "sequence": 2, "fsdp": 2}, "1f1b", {"mixer": "sliding_window"}),
         slow({"stage": 2, "expert": 2, "fsdp": 2}, "1f1b", {"experts": nn.Experts(4)}),
@@ -162,9 +163,9 @@ def test_devices_hold_their_stage_alone_and_send_activations():
     assert given == 4 * (layers // 4 + others + batch)
     # Activations and their gradients go to the neighbours; sums are over rows and of what the
     # stages share. Nothing is gathered.
-    assert {*collectives(program)} <= {"collective-permute", "all-reduce"}
+    assert {*collectives(program)} == {"collective-permute", "all-reduce"}
     sent = re.findall(r"= \S*\[([\d,]*)\]\S* collective-permute\(", program.as_text())
-    assert {*sent} <= {f"{BATCH // 2},{TIME},16", ""}
+    assert {*sent} == {f"{BATCH // 2},{TIME},16", ""}
 
 
 @pytest.mark.devices
@@ -181,6 +182,13 @@ def test_meshes_that_do_not_fit_are_refused(sizes, changes, message):
     _, staged = models(**changes)
     with pytest.raises(ValueError, match=message):
         on_stages(staged, sizes)
+
+
+@pytest.mark.devices
+def test_sixteen_bits():
+    plain, staged = models(dtype="bfloat16")
+    value, *_ = on_stages(staged, {"stage": 2, "data": 4})
+    np.testing.assert_allclose(value, on_one_device(plain)[0], rtol=1e-3)
 
 
 @pytest.mark.devices

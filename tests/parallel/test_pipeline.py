@@ -84,6 +84,16 @@ def test_equals_one_device(schedule, stages, count, lockstep):
     assert jax.jit(run)(targets, *arrays) == pytest.approx(on_one_device(targets, *arrays))
 
 
+@pytest.mark.parametrize("schedule", parallel.SCHEDULES)
+def test_a_traced_call_has_gradients(schedule):
+    arrays, targets = drawn(4, 3)
+    run = functools.partial(on_stages, schedule, targets, data=2, stage=4)
+    found = jax.grad(jax.checkpoint(jax.jit(run)), (0, 1, 2))(*arrays)
+    expected = gradients(on_one_device, arrays, targets)[1]
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def program(schedule, count, arguments=(0, 1, 2)):
     arrays, targets = drawn(4, count)
     run = functools.partial(on_stages, schedule, targets, data=2, stage=4)
