@@ -10,6 +10,7 @@ from flax import nnx
 
 from effattn.arrays import checks
 from effattn.nn.array_options import own_copy
+from effattn.nn.pipelined import PipelinedLM
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.transformer import Transformer
 
@@ -37,8 +38,10 @@ def prune_heads(model: Model, keep: Sequence[Sequence[int]]) -> Model:
     Raises:
       ValueError: other indices, layers that keep different numbers of heads, or another model.
     """
-    if not isinstance(model, Transformer):
-        raise ValueError(f"model must be a Transformer, got a {type(model).__name__}")
+    if not isinstance(model, Transformer) or isinstance(model, PipelinedLM):
+        raise ValueError(
+            f"model must be a Transformer without stages, got a {type(model).__name__}"
+        )
     config = model.config
     heads, key_heads = config.num_heads, config.num_kv_heads or config.num_heads
     for layer, block in enumerate(model.blocks):

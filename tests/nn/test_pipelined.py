@@ -68,6 +68,12 @@ def test_what_cannot_be_divided_is_refused(changes, stages, message):
         models(stages, **changes)
 
 
+def test_heads_are_removed_before_the_layers_are_divided():
+    _, staged = models()
+    with pytest.raises(ValueError, match="a Transformer without stages, got a PipelinedLM"):
+        nn.prune_heads(staged, [[0]] * 4)
+
+
 def test_a_mesh_without_the_stages_is_refused():
     _, staged = models()
     with pytest.raises(ValueError, match="must have an axis 'stage' of size 2.* Its axes are none"):

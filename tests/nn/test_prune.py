@@ -74,7 +74,7 @@ def test_other_indices_are_refused(keep, message):
 
 
 def test_models_of_another_kind_are_refused():
-    with pytest.raises(ValueError, match="model must be a Transformer, got a Linear"):
+    with pytest.raises(ValueError, match="must be a Transformer without stages, got a Linear"):
         nn.prune_heads(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [[0]])
     with pytest.raises(ValueError, match="layer 0 must be softmax or sliding_window.*got RetNet"):
         nn.prune_heads(build("retention"), [[0], [0]])
