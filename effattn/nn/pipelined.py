@@ -87,9 +87,9 @@ class PipelinedLM(TransformerLM):
             microbatch; without it these losses are left out.
 
         Raises:
-          ValueError: the mesh has no automatic axis `stage` with the number of stages as its size,
-            or an axis `sequence` that does not divide the tokens, or that a model with experts or
-            a mixer without a form of its own does not take.
+          ValueError: the mesh is not automatic, or its axis `stage` has another size than there are
+            stages; its axis `sequence` does not divide the tokens, or the model has experts or a
+            mixer without a form of its own along it; there are too few learned positions.
         """
         mesh = jax.sharding.get_abstract_mesh()
         graph, (trained, others) = _split(self.stages)
@@ -97,15 +97,11 @@ class PipelinedLM(TransformerLM):
         count, batch, time = tokens.shape
         parts = mesh.shape.get(SEQUENCE, 1)
         self._check_mesh(mesh, stages, parts, time)
+        self._check_columns(time)
         end_graph, (end_trained, end_others) = _split(self._end())
         # Gathered along `fsdp` once, and not for each microbatch. Their gradients are summed over
         # rows in each step of the pipeline.
         trained, end_trained = (_gathered(each, mesh) for each in (trained, end_trained))
-        if self.positions is not None and time > self.positions.num_embeddings:
-            raise ValueError(
-                f"tokens must have at most {self.positions.num_embeddings} columns, the number of "
-                f"learned positions (max_length), got {time}"
-            )
         positions = jnp.broadcast_to(jnp.arange(time), (batch, time))
         x = jax.vmap(lambda rows: self._embed(token_ids(rows), positions, None))(tokens)
         x = mesh_axes.constrained(x, ((), *ACTIVATIONS))

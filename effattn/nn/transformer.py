@@ -181,11 +181,7 @@ class Transformer(Module):
             positions = positions_from_segment_ids(segment_ids)
         elif self.positions is not None:
             checks.known_length("a model with learned positions", tokens, axis=-1)
-            if time > self.positions.num_embeddings:
-                raise ValueError(
-                    f"{name} must have at most {self.positions.num_embeddings} columns, the number "
-                    f"of learned positions (max_length), got {time}"
-                )
+            self._check_columns(time, name)
         if lengths is not None:
             lengths = row_lengths(lengths, batch, time)
         valid = valid_tokens(time, lengths, segment_ids)
@@ -203,6 +199,14 @@ class Transformer(Module):
             x, stats = self._block(block, x, lengths, segment_ids, _fold_in(key, layer), *context)
             routing += stats
         return self.norm(x), routing
+
+    def _check_columns(self, count, name="tokens"):
+        """Raises `ValueError` if there are fewer learned positions than columns of tokens."""
+        if self.positions is not None and count > self.positions.num_embeddings:
+            raise ValueError(
+                f"{name} must have at most {self.positions.num_embeddings} columns, the number of "
+                f"learned positions (max_length), got {count}"
+            )
 
     def _extend(self, tokens, state, lengths, *contexts):
         """Returns the features of new tokens, and the decode state after these tokens."""

@@ -242,12 +242,14 @@ def _vary(arrays):
     XLA for CPUs fails to compile sums in bfloat16 where some mesh axes are automatic.
     """
 
-    def cast(x, like):
-        is_short = jnp.issubdtype(like.dtype, jnp.floating) and like.dtype.itemsize == 2
-        return x.astype(jnp.float32 if x is like else like.dtype) if is_short else x
+    def wide(x):
+        is_short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+        return x.astype(jnp.float32) if is_short else x
 
-    wide = mesh_axes.vary_alike(jax.tree.map(lambda x: cast(x, x), arrays))
-    return jax.tree.map(cast, wide, arrays)
+    def back(x, like):
+        return x if x.dtype == like.dtype else x.astype(like.dtype)
+
+    return jax.tree.map(back, mesh_axes.vary_alike(jax.tree.map(wide, arrays)), arrays)
 
 
 def _count(inputs, targets):

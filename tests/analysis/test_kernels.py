@@ -101,7 +101,7 @@ def test_a_kernel_that_raises_fails_and_the_others_are_checked(broken):
 def test_the_table_shows_the_array_that_failed():
     of_xla = {"output": 1e-9, "query": 1e-3}
     row = kernels.Row("call", "llvm", "float32", {"output": 2e-8, "query": 4e-3}, of_xla, "", True)
-    assert row.worst == "query" and row.too_large  # 20 times XLA, but below eight roundings
+    assert row.worst == "query" and row.too_large  # 20 times XLA, but below two roundings
     within = row._replace(errors={"output": 2e-8, "query": 2e-3})
     assert not within.too_large
     assert row._replace(errors={"output": float("nan"), "query": 4e-3}).worst == "output"

@@ -74,6 +74,13 @@ def test_heads_are_removed_before_the_layers_are_divided():
         nn.prune_heads(staged, [[0]] * 4)
 
 
+@pytest.mark.devices
+def test_too_few_learned_positions_are_refused():
+    _, staged = models(positions="learned", max_length=TIME - 1)
+    with pytest.raises(ValueError, match="must have at most 7 columns"):
+        on_stages(staged, {"stage": 2, "data": 4})
+
+
 def test_a_mesh_without_the_stages_is_refused():
     _, staged = models()
     with pytest.raises(ValueError, match="must have an axis 'stage' of size 2.* Its axes are none"):
