@@ -54,11 +54,15 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "GatedDeltaNet",
                 "GatedLinearAttention",
                 "HedgehogSelfAttention",
+                "LSHSelfAttention",
                 "LinformerSelfAttention",
                 "LongShortSelfAttention",
+                "LongformerSelfAttention",
                 "PerformerSelfAttention",
                 "RandomFeatureSelfAttention",
+                "RoutingSelfAttention",
                 "SelfAttention",
+                "Synthesizer",
             }
         ),
         "share_keys": frozenset(
@@ -79,6 +83,7 @@ _REASONS = {
     "GRU": _NOT_LINEAR,
     "LSTM": _NOT_LINEAR,
     "RecurrentMemoryAttention": "whose segments read a memory that the segment before wrote",
+    "synthesizer_random": "whose weights are a table of all pairs of positions",
 }
 _INSTEAD = {
     "pass_states": "exchange_heads takes any function over heads, exchange_channels convolutions",

@@ -68,7 +68,7 @@ def drawn_blocks(
     return {"random_blocks": drawn.blocks((key.shape[-3],) * 2)}
 
 
-@with_naive(over_pairs(naive, per_head={"random_blocks": 2}, derived=drawn_blocks))
+@with_naive(over_pairs(naive, per_head={"random_blocks": 2}, made_by_head=drawn_blocks))
 @declared
 def bigbird_attention(
     query: jax.Array,

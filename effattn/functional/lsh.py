@@ -64,16 +64,30 @@ def _seen(bucket, pairs, m):
     return jnp.where(pairs.is_causal, last, near)
 
 
-def _rotations_and_factors(query_key, *, num_rounds, num_buckets, rng, rotations, **_):
-    """The rotations, drawn if the caller gives none, and the factors of the number of buckets."""
+def _drawn(query_key, *, num_rounds, num_buckets, rng, rotations, **_):
+    """The rotations by `rng`."""
+    if rng is None or rotations is not None:
+        return {}
+    heads, size = query_key.shape[-2:]
+    dtype = dtypes.wide(query_key.dtype)
+    made = lsh_rotations(rng, num_rounds, num_buckets, size, num_heads=heads, dtype=dtype)
+    return {"rotations": made, "rng": None}
+
+
+def _wide_rotations_and_factors(query_key, *, num_buckets, rotations, **_):
     dtype = jnp.promote_types(query_key.dtype, jnp.float32)
-    if rng is not None:
-        heads, size = query_key.shape[-2:]
-        rotations = lsh_rotations(rng, num_rounds, num_buckets, size, num_heads=heads, dtype=dtype)
     return {"rotations": rotations.astype(dtype), "num_buckets": factors_of(num_buckets)}
 
 
-@with_naive(over_pairs(naive, per_head={"rotations": 3}, derived=_rotations_and_factors, queries=0))
+@with_naive(
+    over_pairs(
+        naive,
+        per_head={"rotations": 3},
+        made_by_head=_drawn,
+        derived=_wide_rotations_and_factors,
+        queries=0,
+    )
+)
 @checks.checked
 def lsh_attention(
     query_key: jax.Array,

@@ -27,7 +27,7 @@ def naive(query, key, value, pairs, *, scale, block_size, random_blocks):
     return bigbird.naive(query, key, value, pairs, scale=scale, **options)
 
 
-@with_naive(over_pairs(naive, per_head={"random_blocks": 2}, derived=bigbird.drawn_blocks))
+@with_naive(over_pairs(naive, per_head={"random_blocks": 2}, made_by_head=bigbird.drawn_blocks))
 @declared
 def random_attention(
     query: jax.Array,

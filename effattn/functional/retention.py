@@ -25,16 +25,14 @@ def naive(state, query, key, value, *, log_decay, scale):
     return state, scale * (query @ state)
 
 
-def _naive_log_decay(*, key, log_decay, **_):
+def _decays(*, key, log_decay, **_):
     """The decays of the paper, unless the caller has others."""
     decay = 1 - 2.0 ** (-5 - jnp.arange(key.shape[-2]))
     return {"log_decay": jnp.log(decay) if log_decay is None else log_decay}
 
 
 @with_naive(
-    over_tokens(
-        naive, per_head={"log_decay": 0}, derived=_naive_log_decay, neutral={"log_decay": 0}
-    )
+    over_tokens(naive, per_head={"log_decay": 0}, made_by_head=_decays, neutral={"log_decay": 0})
 )
 @declared
 def retention(

@@ -232,6 +232,7 @@ def over_pairs(
     per_head: Mapping[str, int] | None = None,
     per_example: Sequence[str] = (),
     per_query: Sequence[str] = (),
+    made_by_head: Callable[..., Mapping[str, Any]] | None = None,
     derived: Callable[..., Mapping[str, Any]] | None = None,
     queries: int = 1,
     heads: bool = True,
@@ -252,8 +253,10 @@ def over_pairs(
         array of that many axes is for all heads.
       per_example: names of own arguments `(*B, ...)`.
       per_query: names of own arguments `(*B, T, N, ...)` with a row for each query.
+      made_by_head: `(**given) -> arrays by name` of `per_head` for all heads, which the function
+        makes where the caller gives none; reads the shapes of the inputs alone.
       derived: `(**given) -> arguments by name`, in place of those that the caller gives in another
-        form or lets the function draw.
+        form.
       queries: number of inputs, from the first, that have a row for each query; the others have a
         row for each key.
       heads: False if the inputs have no axis of heads.
@@ -271,8 +274,8 @@ def over_pairs(
 
     @functools.partial(lifting.named, like=naive)
     def call(**given: Any) -> Any:
-        if derived is not None:
-            given |= derived(**given)
+        for make in filter(None, (made_by_head, derived)):
+            given |= make(**given)
         arrays = [jnp.asarray(given[name]) for name in inputs]
         first, last = arrays[0], arrays[-1]
         axis = -3 if heads else -2
@@ -364,5 +367,7 @@ def over_pairs(
         state = lifting.first_of_groups(result[1], len(shape), counts[-1], state_axes)
         return result[0], state
 
-    call.per_token, call.per_head = (*per_token, *per_query), ranks  # type: ignore[attr-defined]
+    of_call: Any = call
+    of_call.per_token, of_call.per_head = (*per_token, *per_query), ranks
+    of_call.made_by_head = made_by_head
     return call

@@ -19,7 +19,7 @@ def over_tokens(
     per_head: Mapping[str, int] | None = None,
     heads: bool = True,
     empty: Callable[..., Any] | None = None,
-    derived: Callable[..., Mapping[str, Any]] | None = None,
+    made_by_head: Callable[..., Mapping[str, Any]] | None = None,
     neutral: Mapping[str, float] | None = None,
 ) -> Callable[..., Any]:
     """The naive form of all tokens, heads and examples, with the arguments of the fast function.
@@ -38,7 +38,8 @@ def over_tokens(
       heads: False if the inputs have no axis of heads.
       empty: `(**inputs of one token, as zeros, **own arguments of one head) -> state`; the default
         is zeros `(H, Hv)`.
-      derived: `(**given) -> arguments by name`, in place of those that the caller leaves out.
+      made_by_head: `(**given) -> arrays by name` of `per_head` for all heads, which the function
+        makes where the caller gives none; reads the shapes of the inputs alone.
       neutral: the own arguments by which a token of zeros would change the state, with values by
         which a token of zeros does not.
     """
@@ -52,8 +53,8 @@ def over_tokens(
 
     @functools.partial(lifting.named, like=naive)
     def call(**given: Any) -> Any:
-        if derived is not None:
-            given |= derived(**given)
+        if made_by_head is not None:
+            given |= made_by_head(**given)
         arrays = [jnp.asarray(given[name]) for name in inputs]
         last = arrays[-1]
         axis = -3 if heads else -2
@@ -119,7 +120,9 @@ def over_tokens(
             state = lifting.first_of_groups(state, len(shape), last.shape[-2])
         return (out, state) if given.get("return_state") else out
 
-    call.per_token, call.per_head = tuple(per_token), ranks  # type: ignore[attr-defined]
+    of_call: Any = call
+    of_call.per_token, of_call.per_head = tuple(per_token), ranks
+    of_call.made_by_head = made_by_head
     return call
 
 

@@ -17,6 +17,7 @@ from effattn.nn.dropout import dropout_key
 from effattn.nn.heads import head_size, key_heads
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.module import Module
+from effattn.parallel.mixers import divided
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +42,11 @@ class SeveralMixers(CausalMixer):
 
     mixers: Any
 
+    @property
+    def calls_each_alone(self) -> bool:
+        """True if the output of a token needs the outputs of the mixers for this token alone."""
+        return True
+
     def _combined(self, x: jax.Array, outputs: Sequence[jax.Array]) -> jax.Array:
         """Output `(B, T, D)` from the tokens and the output of each mixer."""
         raise NotImplementedError
@@ -48,6 +54,10 @@ class SeveralMixers(CausalMixer):
     def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
         """Each mixer, with its input tokens."""
         return [(mixer, x) for mixer in self.mixers]
+
+    def _outputs(self, x: jax.Array, padding: Mapping[str, Any]) -> list[jax.Array]:
+        """The output of each mixer; devices that divide the tokens exchange what each needs."""
+        return [divided(mixer, x)(x, **padding) for mixer in self.mixers]
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
         """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
@@ -179,10 +189,10 @@ class HybridHeads(SeveralMixers):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """Mixes whole sequences; arguments as in `SelfAttention`."""
-        key = dropout_key(rngs)
-        keys = [None] * len(self.mixers) if key is None else jax.random.split(key, len(self.mixers))
-        given = {"lengths": lengths, "segment_ids": segment_ids}
-        pairs = zip(self.mixers, keys, strict=True)
+        key, given = dropout_key(rngs), {"lengths": lengths, "segment_ids": segment_ids}
+        if key is None:
+            return self._combined(x, self._outputs(x, given))
+        pairs = zip(self.mixers, jax.random.split(key, len(self.mixers)), strict=True)
         return self._combined(x, [mixer(x, **given, rngs=key) for mixer, key in pairs])
 
     def _combined(self, x, outputs):

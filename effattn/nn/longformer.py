@@ -8,7 +8,8 @@ import numpy as np
 from flax import nnx
 
 from effattn.arrays import checks, mesh_axes
-from effattn.arrays.segments import positions_from, positions_from_segment_ids
+from effattn.arrays.segments import positions_from
+from effattn.cores import sequence_parts
 from effattn.decode.longformer import LongformerDecoder
 from effattn.nn.attention import refuse
 from effattn.nn.options import SelfAttentionOptions
@@ -97,24 +98,23 @@ class LongformerSelfAttention(SelfAttention):
         `global_mask` is bool `(B, T)`, True for global tokens; None if no token is global, and with
         `num_global`. Global tokens, too, attend within equal `segment_ids`.
         """
+        sequence_parts.check_mixer(self)
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         if global_mask is not None:
             global_mask = self._checked(global_mask, x.shape[:2])
         elif self.num_global:
-            places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-            if segment_ids is not None:
-                if self.max_global is None:
-                    raise ValueError(
-                        "segment_ids with num_global need max_global, the largest number of global "
-                        "tokens in a row; make the module with max_global, num_global times the "
-                        "largest number of documents in a row"
-                    )
-                places = positions_from_segment_ids(keywords["segment_ids"])
-            global_mask = places < self.num_global
+            if segment_ids is not None and self.max_global is None:
+                raise ValueError(
+                    "segment_ids with num_global need max_global, the largest number of global "
+                    "tokens in a row; make the module with max_global, num_global times the "
+                    "largest number of documents in a row"
+                )
+            places = sequence_parts.positions(x.shape[1], keywords.get("segment_ids"))
+            global_mask = jnp.broadcast_to(places < self.num_global, x.shape[:2])
         if global_mask is not None:
             checks.known_length("Longformer with global tokens", x, axis=-2)
             keywords["global_mask"] = global_mask
-            keywords["max_global"] = min(self._most, x.shape[1])
+            keywords["max_global"] = min(self._most, sequence_parts.all_tokens(x.shape[1]))
             if self.global_query is not None:
                 keywords.update(zip(_GLOBAL, self._global_heads(x, positions), strict=True))
         heads = self._heads(x, positions)

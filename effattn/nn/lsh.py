@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn.arrays import checks, dtypes
-from effattn.arrays.segments import positions_from_segment_ids
+from effattn.cores import sequence_parts
 from effattn.functional import lsh
 from effattn.nn.array_options import own_copy
 from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
+from effattn.parallel.heads import attend_in_parts
 
 
 class LSHSelfAttention(CachedMixer):
@@ -95,11 +96,11 @@ class LSHSelfAttention(CachedMixer):
         return out
 
     def _mix_all(self, x, lengths, segment_ids):
-        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-        if segment_ids is not None:
-            positions = positions_from_segment_ids(jnp.asarray(segment_ids))
-        tokens, _ = self._prepare(x, positions)
-        return self.out(self._attend(*tokens, lengths=lengths, segment_ids=segment_ids))
+        ids = None if segment_ids is None else jnp.asarray(segment_ids)
+        positions = sequence_parts.positions(x.shape[1], ids)
+        tokens, _ = self._prepare(x, jnp.broadcast_to(positions, x.shape[:2]))
+        padding = {"lengths": lengths, "segment_ids": ids}
+        return self.out(attend_in_parts(self._attend, tokens, padding))
 
     def _mix_at(self, tokens, own, positions):
         query_key, value, buckets = tokens

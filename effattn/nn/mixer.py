@@ -76,7 +76,7 @@ class Mixer(Module):
         x = tokens_of("x", x, self.in_features)
         if self._of_known_length:
             checks.known_length(f"the mixer {self.binding.name!r}", x, axis=-2)
-        self._check_limit("x has", x.shape[1])
+        self._check_limit("x has", sequence_parts.all_tokens(x.shape[1]))
 
         def mix(mixer, x, lengths, segment_ids):
             batch, time = x.shape[:2]

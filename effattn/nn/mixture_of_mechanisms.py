@@ -123,6 +123,11 @@ class MixtureOfMechanisms(SeveralMixers):
         make = Layers(**{**options, "kernel_init": initializers.kernel_init})
         self.choose = make.linear(in_features, len(entries), use_bias=True)
 
+    @property
+    def calls_each_alone(self) -> bool:
+        """False with `capacity`, as the tokens before a token may have taken all places."""
+        return self.capacity is None
+
     def gates(self, x: jax.Array) -> jax.Array:
         """Gate values g of each token and mechanism, without regard to the capacity.
 
@@ -208,7 +213,7 @@ class MixtureOfMechanisms(SeveralMixers):
     def _mix_all(self, x, lengths, segment_ids):
         given = {"lengths": lengths, "segment_ids": segment_ids}
         if self.capacity is None:
-            return self._combined(x, [mixer(x, **given) for mixer in self.mixers])
+            return self._combined(x, self._outputs(x, given))
         valid, shares = _valid(x, lengths, segment_ids), self._shares(x)
         gates, _ = self._places(shares, valid, _document_positions(x, segment_ids))
         first, *others = self.mixers

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from effattn.arrays import checks, dtypes
+from effattn.cores import sequence_parts
 from effattn.cores.clusters import summed_by_cluster
 from effattn.decode.ring import RingDecoder
 from effattn.decode.routing import RoutingDecoder
@@ -21,6 +22,7 @@ from effattn.nn.hybrid import HybridState
 from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.tokens import valid_tokens
+from effattn.parallel.heads import attend_in_parts
 
 
 class Centroids(nnx.Variable):
@@ -159,12 +161,14 @@ class RoutingSelfAttention(SelfAttention):
     def _attend(self, heads, **keywords):
         local, routed = self._sides(*heads)
         checks.known_length("routing attention", routed[0])
-        size = min(self.cluster_size, max(routed[0].shape[1], 1))
-        out = routing_attention(*routed, **{**keywords, "cluster_size": size})
+        most = sequence_parts.all_tokens(routed[0].shape[1])
+        size = min(self.cluster_size, max(most, 1))
+        out = attend_in_parts(routing_attention, routed, {**keywords, "cluster_size": size})
         if not self.num_local_heads:
             return out
         keywords = {k: x for k, x in keywords.items() if k not in ("centroids", "cluster_size")}
-        near = sliding_window_attention(*local, local_window_size=self._window(), **keywords)
+        window = {"local_window_size": self._window()}
+        near = attend_in_parts(sliding_window_attention, local, {**keywords, **window})
         return jnp.concatenate([near, out], -2)
 
     def _window(self) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from effattn.arrays import checks
-from effattn.arrays.segments import positions_from_segment_ids
+from effattn.cores import sequence_parts
 from effattn.functional.softmax import dot_product_attention
 from effattn.functional.synthesizer import synthesizer_attention
 from effattn.functional.synthesizer_factorized import factorized_synthesizer_attention
@@ -16,6 +16,7 @@ from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
+from effattn.parallel.heads import attend_in_parts
 
 _KINDS = {
     "dense": "synthesizer",
@@ -130,9 +131,14 @@ class Synthesizer(CachedMixer):
         return tokens, own
 
     def _mix_all(self, x, lengths, segment_ids):
+        if self.kind == "random":
+            sequence_parts.refuse("synthesizer_random")
         places = None
         if segment_ids is not None:
-            places = positions_from_segment_ids(jnp.asarray(segment_ids))
+            segment_ids = jnp.asarray(segment_ids)
+            places = sequence_parts.positions(x.shape[1], segment_ids)
+        elif sequence_parts.current() is not None:
+            places = sequence_parts.positions(x.shape[1])
         options = {
             "query_seq_lengths": lengths,
             "key_value_seq_lengths": lengths,
@@ -156,32 +162,32 @@ class Synthesizer(CachedMixer):
                 return jax.lax.slice_in_dim(array, 0, keys, axis=axis).astype(dtype)
             return jnp.take(array, places, axis, mode="clip").astype(dtype)
 
+        def attend(hidden, keys):
+            return attend_in_parts(synthesizer_attention, (hidden, keys, value), options)
+
         if self.kind == "dense":
-            out = synthesizer_attention(own["hidden"], rows(self.table, of_keys), value, **options)
+            out = attend(own["hidden"], rows(self.table, of_keys))
         elif self.kind == "factorized_random":
             hidden = rows(self.rows, of_queries)
             hidden = jnp.broadcast_to(hidden, (batch, *hidden.shape[-3:]))
-            out = synthesizer_attention(hidden, rows(self.table, of_keys), value, **options)
+            out = attend(hidden, rows(self.table, of_keys))
         elif self.kind == "mixture":
             share = jax.nn.sigmoid(self.mixture[...]).astype(dtype)[None, None, :, None]
             query = (1 - share) * own["query"] * self.head_dim**-0.5
             of_places = rows(self.table, of_keys)
             of_places = jnp.broadcast_to(of_places, (batch, keys, *of_places.shape[-2:]))
-            out = synthesizer_attention(
+            out = attend(
                 jnp.concatenate([share * own["hidden"], query], -1),
                 jnp.concatenate([of_places, tokens["key"]], -1),
-                value,
-                **options,
             )
         elif self.kind == "factorized":
-            out = factorized_synthesizer_attention(
-                own["coarse"],
-                own["fine"],
-                value,
-                is_causal=self.is_causal,
-                query_offset=options.get("query_offset", 0),
-                lengths=options.get("key_value_seq_lengths"),
-            )
+            of_call = {
+                "is_causal": self.is_causal,
+                "query_offset": options.get("query_offset", 0),
+                "lengths": options.get("key_value_seq_lengths"),
+            }
+            logits = own["coarse"], own["fine"]
+            out = attend_in_parts(factorized_synthesizer_attention, (*logits, value), of_call)
         else:
             bias = rows(self.table, None, 2)
             if of_queries is None:

@@ -23,7 +23,7 @@ _GATHERED = frozenset({"global_mask", "positions", "segment_ids"})  # (*B, T), n
 _OF_ROWS = frozenset(
     {"key_value_seq_lengths", "lengths", "query_offset", "query_seq_lengths", "scale"}
 )
-_LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
+_LENGTHS = "query_seq_lengths", "key_value_seq_lengths", "lengths"
 _OF_HEADS = {"logit_bias": 0, "sink": 0}  # shared options (heads, ...), and their axes for one head
 
 
@@ -43,9 +43,10 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
         part of the rows of a table `(S, N, A)`. Options that are arrays are those that all heads
         share (`segment_ids`, `positions`, `global_mask`, lengths, `query_offset`, `scale`), `sink`,
         `logit_bias`, and the arrays by token or by head that the naive form of the function names.
-        A `score_mod` gets the index of a head among all heads. Refused are other arrays (such as
-        `bias`, `mask`, `initial_state` and `rng`), dropout, a `dilation` that differs by head, and
-        second results (`return_residual`, `return_state`).
+        Random blocks, rotations and decays that the function makes for each head are those of all
+        heads, as is the index of a head in a `score_mod`. Refused are other arrays (such as
+        `bias`, `mask` and `initial_state`), dropout, a `dilation` that differs by head, and second
+        results (`return_residual`, `return_state`).
       axis_name: the mesh axis that divides the tokens.
 
     Returns:
@@ -65,7 +66,7 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
     def run(*arrays, **options):
         inputs, options = _named(function, arrays, {**given, **options})
         heads = _Heads(function, axis_name, inputs)
-        _check_drawn(function, options)
+        options |= heads.made(function, inputs, options)
         options = {name: heads.option(name, x) for name, x in options.items()}
         out = function(*map(heads.split, inputs.values()), **options)
         if not isinstance(out, jax.Array) or out.ndim != heads.tokens + 3:
@@ -111,23 +112,6 @@ def _named(function, arrays, options):
     optional = {p.name for p in known if p.default is not p.empty}
     inputs = [name for name in names if name in given and name not in optional]
     return {name: given.pop(name) for name in inputs}, given
-
-
-def _check_drawn(function, options):
-    """Raises `ValueError` if the function would choose by the index of a head on a device."""
-    parameters = inspect.signature(function).parameters
-    if getattr(function, "__name__", "") == "retention" and options.get("log_decay") is None:
-        raise ValueError(
-            "exchange_heads needs log_decay, because the decays of retention differ by head"
-        )
-    if "random_blocks" not in parameters or options.get("random_blocks") is not None:
-        return
-    count = options.get("num_random_blocks", parameters["num_random_blocks"].default)
-    if parameters["random_blocks"].default is None and count:
-        raise ValueError(
-            "exchange_heads needs random_blocks, because the blocks that this function draws "
-            "differ by head; pass them, or num_random_blocks=0"
-        )
 
 
 class _Heads:
@@ -176,6 +160,20 @@ class _Heads:
     def join(self, x: jax.Array) -> jax.Array:
         """The tokens of this device of all heads."""
         return lax.all_to_all(x, self.axis_name, self.tokens, self.tokens + 1, tiled=True)
+
+    def made(self, function: Any, inputs: Any, options: Any) -> dict[str, Any]:
+        """The options of all heads that the function would make for those of one device."""
+        make = getattr(getattr(function, "naive", None), "made_by_head", None)
+        if make is None:
+            return {}
+        parameters = inspect.signature(function).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        return dict(make(**defaults | {n: self._whole(x) for n, x in inputs.items()} | options))
+
+    def _whole(self, x):
+        """The shape of an input of all tokens."""
+        shape = (*x.shape[:-3], self.devices * x.shape[-3], *x.shape[-2:])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
 
     def option(self, name: str, x: Any) -> Any:
         """An option of the call on this device's heads."""

@@ -84,7 +84,8 @@ def measure(layer: Layer, budget: Budget, shorter: Record | None, exact: Record 
     Returns:
       The record: for each pass the counted quantities, the median `seconds`, and `ratio`, the
       median over rounds of the time of exact attention over the time of the layer; or, as
-      `skipped`, the reason why the pass was not timed.
+      `skipped`, the reason why the pass was not timed. If a call of exact attention takes longer
+      than the budget's seconds, `ratio` is the quotient of the medians of both records.
     """
     passes = {}
     for which in PASSES:
@@ -123,17 +124,17 @@ def _timed(
             seconds, length = before["seconds"], shorter["length"]
             return {"skipped": f"a call at {length:,} tokens took {seconds:.1f} s"}
     calls = [program.start()]
-    if exact is not None and exact["passes"][which].get("seconds") is not None:
+    of_exact = None if exact is None else exact["passes"][which].get("seconds")
+    if of_exact is not None and of_exact <= budget.seconds:
         calls.append(_exact_call(layer.direction, layer.length, which))
     times = in_turns(calls, budget)
     own = [seconds for seconds in times[0] if seconds is not None]
-    ratios = [b / a for a, b in zip(times[0], times[-1], strict=True) if a and b]
-    in_rounds = exact is None or len(calls) > 1
-    return {
-        "seconds": statistics.median(own),
-        "rounds": len(own),
-        "ratio": statistics.median(ratios) if in_rounds else None,
-    }
+    seconds = statistics.median(own)
+    ratio = None if of_exact is None else of_exact / seconds
+    if exact is None or len(calls) > 1:
+        ratios = [b / a for a, b in zip(times[0], times[-1], strict=True) if a and b]
+        ratio = statistics.median(ratios)
+    return {"seconds": seconds, "rounds": len(own), "ratio": ratio}
 
 
 def forget() -> None:

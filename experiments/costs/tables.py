@@ -62,7 +62,8 @@ def all_tables(results: Results) -> list[str]:
         f"the mechanism takes less time, or needs fewer bytes, than a layer with `{EXACT}`. These "
         f'lengths are interpolated between measured lengths. "{NONE}" means that the layer still '
         "takes more at the longest length at which both were measured. Times are compared in "
-        "rounds, in each of which both layers run once. Bytes are those of arguments, results and "
+        "rounds, in each of which both layers run once; exact attention is timed alone where one "
+        "call takes longer than the time for a program. Bytes are those of arguments, results and "
         "temporary arrays. The last two columns give the longest sequence, a power of two, whose "
         f"forward pass or training step fits into {results.memory / 1e9:.1f} GB; programs are "
         "compiled for it, but not run."
@@ -82,9 +83,9 @@ def all_tables(results: Results) -> list[str]:
         heading = f"## Costs at {short(length)} tokens, {direction}"
         parts += [heading, costs(results, direction, length)]
     parts += [
-        "Times are medians over rounds, in each of which the layer and the layer with exact "
-        'attention run once. "Times as fast" is the median over rounds of the time of exact '
-        "attention divided by the time of the mechanism. MB are megabytes of temporary arrays. The "
+        "Times are medians over these rounds. "
+        '"Times as fast" is the median over rounds of the time of exact attention divided by the '
+        "time of the mechanism. MB are megabytes of temporary arrays. The "
         "decode state is that of one sequence of this length.",
         "## Bytes moved, and the bound for exact attention",
         moved(results),

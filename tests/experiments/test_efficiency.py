@@ -113,6 +113,14 @@ def test_a_pass_that_was_slow_is_not_timed_at_longer_lengths():
     assert longer["passes"]["step"]["skipped"] == "a call at 128 tokens took 9.0 s"
 
 
+def test_slow_exact_attention_is_timed_alone(monkeypatch):
+    monkeypatch.setattr(measuring, "_exact_call", lambda *_: pytest.fail("called in rounds"))
+    exact = {"passes": {which: {"seconds": 9.0} for which in layers.PASSES}}
+    record = measuring.measure(Layer("aft_simple", "causal", 128), BUDGET, None, exact)
+    for found in record["passes"].values():
+        assert found["ratio"] == 9.0 / found["seconds"]
+
+
 def test_an_error_of_a_mechanism_is_the_reason_in_its_record(monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("no such layer\nat all")

@@ -187,7 +187,7 @@ def test_devices_hold_their_stage_alone_and_send_activations():
     [
         ({"stage": 4, "data": 2}, {}, "must have an axis 'stage' of size 2"),
         ({"stage": 2, "sequence": 4}, {"experts": nn.Experts(2)}, "needs a mesh without an axis"),
-        ({"stage": 2, "sequence": 4}, {"mixer": "lsh"}, "cannot be called on parts of the tokens"),
+        ({"stage": 2, "sequence": 4}, {"mixer": "lstm"}, "cannot be called on parts of the tokens"),
     ],
     ids=str,
 )

@@ -197,6 +197,26 @@ def test_calls_that_no_form_takes_run_all_the_same(mixer, options):
 
 
 @pytest.mark.devices
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mixer", "exchanged"),
+    [
+        (
+            {"heads": [{"name": name, "num_heads": 4} for name in ("softmax", "linear")]},
+            {"all-to-all": 4, "all-gather": 1},
+        ),
+        (
+            {"name": "mixture_of_mechanisms", "mechanisms": ("linear", "softmax")},
+            {"all-to-all": 4, "all-gather": 1},
+        ),
+    ],
+    ids=["heads", "mixture"],
+)
+def test_each_of_several_mixers_exchanges_what_it_needs(mixer, exchanged):
+    assert compiled(mixer, 1, False, data=2, sequence=4) == exchanged
+
+
+@pytest.mark.devices
 def test_tokens_that_devices_cannot_divide_are_left_to_the_compiler():
     mixer = nnx.eval_shape(build).blocks[0].mixer
     x = jnp.ones((2, 10, 32))

@@ -49,6 +49,8 @@ CALLS = {
     ),
     "linear": (functools.partial(effattn.linear_attention, is_causal=True), {}),
     "retention": (effattn.retention, {"log_decay": (-jnp.arange(1.0, 9) / 20, OF_HEADS)}),
+    "decays by head": (effattn.retention, {}),
+    "random blocks": (functools.partial(effattn.bigbird_attention, block_size=4), {}),
     "gated linear": (effattn.gated_linear_attention, {"log_decay": (GATES, OF_TOKENS)}),
     "delta rule": (
         effattn.delta_rule_attention,
@@ -57,7 +59,7 @@ CALLS = {
 }
 
 
-QUICK = "softmax", "documents", "lengths", "sink", "score_mod"
+QUICK = "softmax", "documents", "lengths", "sink", "score_mod", "random blocks"
 
 
 def both(name, key_heads=HEADS, devices=4):
@@ -96,6 +98,19 @@ def test_several_devices_give_what_one_gives(name):
 def test_key_heads_are_repeated_where_there_are_fewer_than_devices(name, key_heads):
     alone, given, run, placed = both(name, key_heads)
     assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
+
+
+def test_rotations_of_lsh_attention_are_those_of_all_heads():
+    options = {"num_rounds": 2, "num_buckets": 4, "chunk_length": 8}
+    attend = functools.partial(effattn.lsh_attention, **options, rng=jax.random.key(0))
+    run = jax.shard_map(
+        parallel.exchange_heads(attend, "sequence"),
+        mesh=parallel.make_mesh(data=2, sequence=4),
+        in_specs=(OF_TOKENS,) * 2,
+        out_specs=OF_TOKENS,
+    )
+    arrays = [numbers(BATCH, TOKENS, HEADS, SIZE) for _ in range(2)]
+    assert_close(jax.jit(run)(*arrays), attend(*arrays), 1e-5)
 
 
 def test_bonus_of_fewer_key_heads_than_devices():
@@ -161,13 +176,6 @@ def test_what_cannot_be_exchanged_is_one_sentence():
     fails("the 4 devices of the mesh axis 'sequence' must divide the 2 heads of query", 2, 2)
     fails("key must have a number of heads that divides the 4 devices .* got 6", 12, 6)
     fails("cannot divide the option 'bias', an array", bias=jnp.zeros((1, 1, TOKENS, TOKENS)))
-    fails("needs log_decay", function=effattn.retention)
-    hashed = functools.partial(
-        lambda query_key, _, value, **options: effattn.lsh_attention(query_key, value, **options),
-        **{"num_rounds": 2, "num_buckets": 4, "chunk_length": 4},
-    )
-    fails("cannot divide the option 'rng', an array", function=hashed, rng=jax.random.key(0))
-    fails("needs random_blocks", function=effattn.bigbird_attention, block_size=8)
     fails("has no dropout, got dropout_rate; leave it out", dropout_rate=0.1)
     fails("has no dropout, got dropout_rng", dropout_rate=0.0, dropout_rng=jax.random.key(0))
     # Arrays of NumPy are arrays too.

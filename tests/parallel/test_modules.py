@@ -63,6 +63,20 @@ HEADS = {
     "block_linformer": {"block_size": 4, "num_projected": 2},
     "linformer": {"max_length": TOKENS, "num_projected": 4, "is_causal": False},
     "long_short": {"window_size": 3, "segment_size": 4, "num_projected": 2},
+    "longformer": {
+        "local_window_size": 9,
+        "num_global": 3,
+        "max_global": 9,
+        "global_projections": True,
+        "rotary": ROTARY,
+    },
+    "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4, "rotary": ROTARY},
+    "bigbird": {"block_size": 4, "num_random_blocks": 2},
+    "routing": {"heads": 8, "num_clusters": 4, "cluster_size": 8, "rotary": ROTARY},
+    "synthesizer": {"max_length": 40},
+    "synthesizer_factorized": {"max_length": 40},
+    "synthesizer_factorized_random": {"max_length": 40},
+    "synthesizer_mixture": {"max_length": TOKENS},
 }
 SHARED = {
     "linformer": HEADS["linformer"],
@@ -167,16 +181,20 @@ def test_lengths_count_all_tokens_of_channels(name):
     check(name, parallel.exchange_channels, CHANNELS[name], lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("name", slow_but_for(["convolution_attention"], HEADS))
+@pytest.mark.parametrize("name", slow_but_for(["convolution_attention", "lsh"], HEADS))
 def test_mixers_exchange_heads(name):
-    check(name, parallel.exchange_heads, {**HEADS[name], "heads": 4})
+    check(name, parallel.exchange_heads, {"heads": 4, **HEADS[name]})
 
 
 @pytest.mark.parametrize(
-    "name", slow_but_for([], ["softmax", "convolution_attention", "delta_net"])
+    "name",
+    slow_but_for(
+        ["longformer"],
+        ["softmax", "convolution_attention", "delta_net", "lsh", "routing", "synthesizer"],
+    ),
 )
 def test_documents_of_exchanged_heads(name):
-    options = {**HEADS[name], "heads": 4}
+    options = {"heads": 4, **HEADS[name]}
     check(name, parallel.exchange_heads, options, segment_ids=IDS, lengths=LENGTHS)
 
 
@@ -194,19 +212,14 @@ def test_mixers_share_keys(name):
         ("convolution_attention", parallel.pass_states, "got ConvolutionAttention; "),
         ("aft_full", parallel.pass_states, "got attention_free with position_bias"),
         ("mamba", parallel.exchange_channels, "got Mamba; pass_states takes recurrences"),
-        (
-            "lsh",
-            parallel.exchange_heads,
-            "got LSHSelfAttention; pass the function of its mechanism",
-        ),
-        ("routing", parallel.exchange_heads, "got RoutingSelfAttention; "),
+        ("rwkv6", parallel.exchange_heads, "got RWKV6; pass the function of its mechanism"),
+        ("synthesizer_random", parallel.exchange_heads, "whose weights are a table of all pairs"),
     ],
 )
 def test_other_modules_are_refused(name, form, message):
     options = {
         "aft_full": {"max_length": TOKENS},
-        "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4},
-        "routing": {"num_clusters": 4, "cluster_size": 8, "local_window_size": 2},
+        "synthesizer_random": {"max_length": TOKENS},
     }.get(name, {})
     with pytest.raises(ValueError, match=message):
         program(made(name, **options), form)
