@@ -1,6 +1,7 @@
 """Language model whose layers are divided among the devices of a mesh axis."""
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,12 +77,14 @@ class PipelinedLM(TransformerLM):
         Call it in a mesh with an axis `stage` that is set by `jax.set_mesh`. The `nnx.Param`s have
         gradients; there is no dropout. `effattn.parallel.pipeline` explains the schedules. Within a
         stage, other axes of the mesh divide rows, tokens, heads and features as in `TransformerLM`.
+        Gradients are summed over rows once, after the last microbatch; with experts, which choose
+        among the tokens of all rows, in each step of the pipeline.
 
         Args:
           tokens: `(M, B, T)` int, from 0 to V - 1; others give NaN.
           targets: arrays `(M, B, T, ...)`.
-          loss: `(logits (B, T, V), target (B, T, ...)) -> ()`, a sum over rows and tokens. With an
-            axis `sequence`, a device calls it with its part of the tokens.
+          loss: `(logits (B, T, V), target (B, T, ...)) -> ()`, a sum over rows and tokens. A device
+            calls it with its rows and its part of the tokens.
           schedule: "1f1b" or "gpipe".
           routing_loss: loss of the statistics of a layer's experts, which is added for each
             microbatch; without it these losses are left out.
@@ -95,16 +98,20 @@ class PipelinedLM(TransformerLM):
         graph, (trained, others) = _split(self.stages)
         stages = len(jax.tree.leaves(trained)[0])
         count, batch, time = tokens.shape
-        parts = mesh.shape.get(SEQUENCE, 1)
+        parts, rows = mesh.shape.get(SEQUENCE, 1), self._rows(mesh, batch)
         self._check_mesh(mesh, stages, parts, time)
         self._check_columns(time)
         end_graph, (end_trained, end_others) = _split(self._end())
-        # Gathered along `fsdp` once, and not for each microbatch. Their gradients are summed over
-        # rows in each step of the pipeline.
+        # Gathered along `fsdp` once, and not for each microbatch.
         trained, end_trained = (_gathered(each, mesh) for each in (trained, end_trained))
         positions = jnp.broadcast_to(jnp.arange(time), (batch, time))
         x = jax.vmap(lambda rows: self._embed(token_ids(rows), positions, None))(tokens)
         x = mesh_axes.constrained(x, ((), *ACTIVATIONS))
+        # Kernels need all axes. Heads, features and experts are left to the compiler.
+        manual = {STAGE, SEQUENCE, *rows, *(name for name, size in mesh.shape.items() if size == 1)}
+        manual &= {*mesh.axis_names}
+        summed = (*rows, *[SEQUENCE] * (parts > 1))
+        others_exchange = mesh.size > math.prod(mesh.shape[name] for name in (STAGE, *rows))
 
         def run(trained, others, end_trained, end_others, x, targets):
             own, fixed = jax.tree.map(lambda leaf: leaf[0], (trained, others))
@@ -126,22 +133,28 @@ class PipelinedLM(TransformerLM):
 
             # Losses of experts so far; each part of the tokens has its own.
             more = mesh_axes.vary_like(x, jnp.zeros(count))
-            lockstep = mesh.size > stages
-            passed = pipeline(stage, end, STAGE, schedule, lockstep=lockstep)
+            passed = pipeline(stage, end, STAGE, schedule, lockstep=others_exchange)
             total = count * passed(own, end_trained, (x, more), targets)
-            return lax.psum(total, SEQUENCE) if parts > 1 else total
+            return lax.psum(total, summed) if summed else total
 
         divided, whole = PartitionSpec(STAGE), PartitionSpec()
         # A mixer cannot begin a `jax.shard_map` over `sequence` in one over `stage`: JAX does not
         # lower the gradients.
-        of_tokens = PartitionSpec(None, None, SEQUENCE) if parts > 1 else whole
+        of_tokens = PartitionSpec(None, rows, SEQUENCE if parts > 1 else None)
         with tokens_in_parts() if parts > 1 else contextlib.nullcontext():
             return jax.shard_map(
                 run,
                 in_specs=(divided, divided, whole, whole, of_tokens, of_tokens),
                 out_specs=whole,
-                axis_names={STAGE, SEQUENCE} if parts > 1 else {STAGE},
+                axis_names=manual,
             )(trained, others, end_trained, end_others, x, targets)
+
+    def _rows(self, mesh, batch):
+        """The mesh axes whose devices have their own rows in a stage."""
+        if any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.stages):
+            return ()
+        rows = tuple(name for name in ACTIVATIONS[0] if mesh.shape.get(name, 1) > 1)
+        return () if batch % math.prod(mesh.shape[name] for name in rows) else rows
 
     def _check_mesh(self, mesh, stages, parts, time):
         """Raises `ValueError` unless the mesh fits the stages, and divides the tokens in parts."""

@@ -177,6 +177,9 @@ def test_devices_hold_their_stage_alone_and_send_activations():
     # Activations and their gradients go to the neighbours; sums are over rows and of what the
     # stages share. Nothing is gathered.
     assert {*collectives(program)} == {"collective-permute", "all-reduce"}
+    # Sums follow the last microbatch.
+    loops = [part for part in program.as_text().split("\n\n") if not part.startswith("ENTRY")]
+    assert not any(" all-reduce" in part for part in loops)
     sent = re.findall(r"= \S*\[([\d,]*)\]\S* collective-permute\(", program.as_text())
     assert {*sent} == {f"{BATCH // 2},{TIME},16", ""}
 
