@@ -47,7 +47,7 @@ class Config(TextOptions):
 
     def check(self) -> None:
         super().check()
-        checks.check_no_mesh(self)
+        checks.check_mesh_of_recovery(self)
         good = len(self.mechanisms) == 1 and self.mechanisms != ("all",)
         checks.require(good, self, "mechanisms", "must be one mechanism")
         checks.require(not self.sweep, self, "sweep", "must be left out")

@@ -57,7 +57,7 @@ class Config(TextOptions):
     def check(self) -> None:
         # The rate is that of the original, and the sweep is for the models after it.
         TextOptions.check(dataclasses.replace(self, learning_rate=None))
-        checks.check_no_mesh(self)
+        checks.check_mesh_of_recovery(self)
         if self.learning_rate is not None:
             checks.check_positive(self, "learning_rate")
         if self.recovery_steps is not None:
@@ -261,8 +261,12 @@ def draw(summary: Mapping[str, Any]) -> Any:
 def conversions_of(config: Config, task: Any) -> dict[str, Any]:
     """Returns what each conversion keeps, adds and drops; `UserError` if one is impossible."""
     # Imported late: --help and bad input need not wait for JAX.
+    from experiments.harness import meshes, models
     from experiments.recovery.training import conversion
 
+    if config.mesh:
+        meshes.check(config, task)
+        meshes.check_model(config, models.builder(REFERENCE, config, task), task)
     return {mechanism: conversion(config, task, mechanism) for mechanism in config.mechanisms}
 
 

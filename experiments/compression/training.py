@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import nn
-from experiments.harness import models, optimisers
+from experiments.harness import models
 from experiments.harness.programs import Params, Programs
 from experiments.harness.schedules import Schedule
 from experiments.harness.training import evaluate
@@ -143,11 +143,8 @@ class Compression(Trainer):
 
     def _programs(self, kind: Kind, schedule: Schedule) -> Programs:
         config, (form, mechanism) = self.config, kind
-        optimiser = optimisers.make_optimiser(
-            config.optimiser, schedule.steps, config.warmup, config.clip, config.weight_decay
-        )
         build = models.builder(mechanism, config, self.task)
-        options = (optimiser, schedule, self.task, config.precision, config.redraw)
+        options = self.options_of_programs(schedule)
         if form == "original":
             return Programs(build, *options)
 

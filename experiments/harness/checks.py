@@ -96,10 +96,13 @@ def _check_experts(config: Any) -> None:
     require(not config.with_costs, config, "experts", need)
 
 
-def check_no_mesh(config: Any) -> None:
-    """Raises `UserError` if an experiment that trains on one device is given a mesh."""
-    need = "must be left out, as this experiment trains on one device"
-    require(not config.mesh, config, "mesh", need)
+def check_mesh_of_recovery(config: Any) -> None:
+    """Raises `UserError` unless models that start from a trained one can be made on the mesh."""
+    sizes = mesh_sizes(config.mesh) if config.mesh else {}
+    need = "must have no axis stage, as models with stages cannot be converted"
+    require(sizes.get("stage", 1) == 1, config, "mesh", need)
+    need = "must be left out, as this experiment runs in one process"
+    require(not config.processes, config, "processes", need)
 
 
 def check_counts(config: Any, *names: str) -> None:
@@ -180,8 +183,7 @@ def check_mechanisms(config: Any, task: Any) -> dict[str, str]:
             build = models.builder(text, config, task)
             models.check_call(text, build, task)
             if config.mesh:
-                (example, *_), _ = task.training(config.batch // config.accumulate, 0, 0)
-                meshes.check_model(config, build, example)
+                meshes.check_model(config, build, task)
 
         try:
             check_mechanism("--mechanisms", text, trial)

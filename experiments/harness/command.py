@@ -77,8 +77,8 @@ def train_all(
             task,
             config.precision,
             config.redraw,
-            config.with_costs,
             devices,
+            config.with_costs,
         )
 
     compiling = threading.Lock()

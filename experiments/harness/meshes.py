@@ -127,15 +127,8 @@ def _check_stages(mesh: Mesh, options: Options, task: Task) -> None:
     _must_divide(mesh, "stage", options.layers, "--layers", "choose another --layers")
 
 
-def check_model(
-    options: Options, build: Callable[[nnx.Rngs], nnx.Module], example: np.ndarray
-) -> None:
+def check_model(options: Options, build: Callable[[nnx.Rngs], nnx.Module], task: Task) -> None:
     """Raises an error unless the mesh divides a model.
-
-    Args:
-      options: the options.
-      build: builds the model.
-      example: tokens of training examples, `(B, T)`.
 
     Raises:
       UserError: the mesh does not divide the hidden features.
@@ -145,6 +138,7 @@ def check_model(
     mesh = devices.mesh
     assert mesh is not None
     if mesh.shape["stage"] > 1:
+        (example, *_), _ = task.training(options.batch // options.accumulate, 0, 0)
         tokens = example[None]
 
         def staged() -> jax.Array:

@@ -82,10 +82,10 @@ class Programs:
       task: task that the model learns.
       precision: computation dtype; "float16" scales the loss.
       redraw: steps between new random features; 0 for never.
-      with_costs: whether the mean cost of a token in mixtures of mechanisms is added to the loss of
-        training; only for language models without experts.
       devices: devices of the run. On a mesh, each has its part of parameters and batches, and all
         have the scores.
+      with_costs: whether the mean cost of a token in mixtures of mechanisms is added to the loss of
+        training; only for language models without experts.
 
     Attributes:
       init: `seed () int -> (params, optimiser_state)`.
@@ -99,7 +99,8 @@ class Programs:
       parameters: number of trained parameters.
       state_bytes: size of one row's decode state at the length of the validation set; None if the
         model does not decode.
-      redraw: as the argument.
+      redraw, devices: as the arguments.
+      shardings: those of `params`; None on one device.
     """
 
     def __init__(
@@ -110,10 +111,11 @@ class Programs:
         task: Task,
         precision: str = "float32",
         redraw: int = 0,
-        with_costs: bool = False,
         devices: Devices = ONE_DEVICE,
+        with_costs: bool = False,
     ):
         self._build, self._optimiser = devices.in_stages(build), optimiser
+        self.devices = devices
         self._with_costs = with_costs
         self._scale = LossScale(dynamic=precision == "float16")
         model = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
@@ -123,8 +125,9 @@ class Programs:
         self.has_experts = any(isinstance(module, MixtureOfExperts) for module in modules)
         self.redraw = redraw
         params, state = jax.eval_shape(self._init, 0)
-        of_params, of_state = devices.training_shardings(model, _params_of, params, state)
-        everywhere = devices.everywhere()
+        found = devices.training_shardings(model, _params_of, params, state)
+        (of_params, of_state), everywhere = self._with_further(found), devices.everywhere()
+        self.shardings = of_params
         self.init = jax.jit(self._init, out_shardings=(of_params, of_state))
         self.step = ByShape(
             self.one_step,
@@ -140,6 +143,10 @@ class Programs:
         if task.model == "language_model" and task.is_causal:
             (validation, *_) = task.held_out().values()
             self.state_bytes = self._state_bytes(params, validation.targets.shape[1])
+
+    def _with_further(self, shardings: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The shardings of parameters and optimiser state, with those that a subclass adds."""
+        return shardings
 
     def model(self, params: Params) -> Any:
         """Returns the module with these parameters."""

@@ -29,8 +29,8 @@ class FineTuning(Programs):
     def __init__(
         self, build: Build, convert: Convert, trained: Mapping[int, Params], *options: Any
     ):
-        super().__init__(lambda rngs: convert(build(rngs), rngs), *options)
         self._original = Programs(build, *options)
+        super().__init__(lambda rngs: convert(build(rngs), rngs), *options)
         self._convert, self._trained, self._options = convert, trained, options
         self.init = self._start  # type: ignore[assignment]
 
@@ -63,11 +63,19 @@ class Distillation(FineTuning):
         super().__init__(*arguments)
         self._transfer = transfer
 
+    def _with_further(self, shardings: tuple[Any, Any]) -> tuple[Any, Any]:
+        of_params, of_state = shardings
+        if of_params is None:
+            return shardings
+        further = {"original": self._original.shardings, "step": self.devices.everywhere()}
+        return of_params | further, of_state
+
     def _start(self, seed: int) -> tuple[Params, Any]:
         params, state = super()._start(seed)
         # A training step reuses the memory of its arguments.
         own = jax.tree.map(jnp.array, self._trained[seed])
-        return {**params, "original": own, "step": jnp.int32(0)}, state
+        step = jax.device_put(jnp.int32(0), self.devices.everywhere())
+        return {**params, "original": own, "step": step}, state
 
     def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
         updated, state, loss = super().one_step(params, state, learning_rate, batch)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from effattn import nn
-from experiments.harness import checks, machine, mechanisms, metrics, models, optimisers
+from experiments.harness import checks, machine, mechanisms, meshes, metrics, models, optimisers
 from experiments.harness.comparison import compare, planned_runs
 from experiments.harness.models import REFERENCE
 from experiments.harness.naming import folder_name
@@ -121,17 +121,23 @@ class Trainer:
             return self._run(named[name], name, rate, seed, schedule, programs, shown)
 
         runs = planned_runs(len(named), len(rates), len(config.seeds))
-        at_once = min(runs, config.at_once or machine.runs_at_once())
+        at_once = min(runs, config.at_once or (1 if config.mesh else machine.runs_at_once()))
         with Progress(runs, steps) as shown:
             planned = (list(named), rates, config.seeds)
             return compare(*planned, run, better(task), shown, at_once).runs
 
-    def _programs(self, kind: Kind, schedule: Schedule) -> Programs:
-        config, (way, mechanism) = self.config, kind
+    def options_of_programs(self, schedule: Schedule) -> tuple[Any, ...]:
+        """The arguments of `Programs` after the first."""
+        config = self.config
         optimiser = optimisers.make_optimiser(
             config.optimiser, schedule.steps, config.warmup, config.clip, config.weight_decay
         )
-        options = (optimiser, schedule, self.task, config.precision, config.redraw)
+        devices = meshes.Devices(checks.mesh_sizes(config.mesh) if config.mesh else None)
+        return optimiser, schedule, self.task, config.precision, config.redraw, devices
+
+    def _programs(self, kind: Kind, schedule: Schedule) -> Programs:
+        config, (way, mechanism) = self.config, kind
+        options = self.options_of_programs(schedule)
         build = models.builder(REFERENCE, config, self.task)
         if way == "original":
             return Programs(build, *options)

@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 from effattn import nn
+from effattn.testing.functions import assert_close
 from experiments import finetune
+from experiments.harness import meshes
 from experiments.harness.optimisers import make_optimiser
 from experiments.harness.programs import Programs, in_parts
 from experiments.harness.schedules import Schedule
@@ -150,6 +152,25 @@ def test_a_killed_distillation_ends_with_the_same_parameters(distillation, tmp_p
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.devices
+def test_distillation_on_a_mesh_learns_the_same(batch):
+    def after(steps, devices):
+        options = (*OPTIONS, "float32", 0, devices)
+        originals = {3: Programs(build, *options).init(30)[0]}
+        programs = Distillation(1, build, to("hedgehog"), originals, *options)
+        params, state = programs.init(3)
+        for _ in range(steps):
+            params, state, loss = programs.step(params, state, RATE, batch)
+        return loss, jax.tree.map(np.asarray, params["trained"])
+
+    devices = meshes.Devices({"data": 2, "fsdp": 2, "tensor": 2})
+    loss, trained = after(2, devices)
+    expected, of_one = after(2, meshes.ONE_DEVICE)
+    # A divergence of 5e-5 between logits of about 1.
+    np.testing.assert_allclose(loss, expected, rtol=1e-3)
+    assert_close(trained, of_one, 1e-4)
+
+
 TINY = """--layers 1 --heads 2 --width 8 --context 16 --batch 4 --eval-windows 4 --steps 4
     --recovery-steps 2 --optimiser adamw --mechanisms hedgehog""".split()
 
@@ -234,6 +255,8 @@ def test_the_table_shows_the_share_of_the_loss_that_was_regained():
             "--sweep must be left out if --recovery-rate is given, got 1.0 2.0",
         ),
         (["--no-equal-parameters"], "--equal-parameters must stay on"),
+        (["--mesh", "stage=2"], "--mesh must have no axis stage, as models with stages cannot"),
+        (["--mesh", "data=-1", "--processes", "auto"], "--processes must be left out, as this"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, folder_of_text, capsys, more, sentence):

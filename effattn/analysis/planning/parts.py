@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from effattn.nn import TransformerConfig
 from effattn.nn.block import Block
-from effattn.parallel.mixers import forms_of
+from effattn.parallel.mixers import forms_of, tokens_in_parts
 
 AXIS = "sequence"
 TOKENS, WHOLE = PartitionSpec(None, AXIS), PartitionSpec()
@@ -64,13 +64,24 @@ def forward(
     return form, found
 
 
+def each_of_several(mixer: Any, axis_name: str) -> Callable[..., Any]:
+    """The form of a mixer that consists of mixers: each exchanges by its own form."""
+
+    def run(x: jax.Array, **padding: Any) -> jax.Array:
+        with tokens_in_parts():
+            return mixer(x, **padding)
+
+    return run
+
+
 @functools.lru_cache(maxsize=1024)
 def _forward(config, layer, devices, length, rows):
     """A form and its jaxpr, or None and the reason."""
     mixer = nnx.eval_shape(lambda: Block(config, layer, rngs=nnx.Rngs(0)).mixer)
     x = jax.ShapeDtypeStruct((rows, length, config.features), config.dtype)
     reason = f"no form of effattn.parallel takes {type(mixer).__name__}"
-    for form in forms_of(mixer):
+    calls_each = getattr(mixer, "calls_each_alone", False)
+    for form in [each_of_several] if calls_each else forms_of(mixer):
 
         def run(mixer: Any, x: Any, form: Any = form) -> Any:
             return form(mixer, AXIS)(x)

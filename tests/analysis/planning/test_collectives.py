@@ -71,6 +71,7 @@ MIXERS = {
     "mamba": {},
     "hyena": {"max_length": 256},
     "s4d": {},
+    "mixture_of_mechanisms": {"mechanisms": ("softmax", "linear")},
 }
 # Predicted sums of gradients, relative to those of XLA, which sums one more spectrum of Hyena.
 SUMS = {"hyena": 0.918}
