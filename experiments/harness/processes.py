@@ -153,7 +153,10 @@ def own_folder(folder: Path) -> Iterator[Path]:
             shutil.copytree(folder, own)
         # Also waits until all have their copy.
         _check_equal(_listed(own), _NOT_SHARED)
-        yield own
+        try:
+            yield own
+        except UserError as error:
+            raise UserError(str(error).replace(str(own), str(folder))) from error
 
 
 def check_same_run(identity: str, step: int) -> None:
@@ -238,5 +241,5 @@ def end() -> None:
 
 
 def _leave_signals_to_jax() -> None:
-    """Makes Ctrl-C a SIGTERM, of which JAX tells all processes of the run; see `stops_at`."""
+    """Makes Ctrl-C a SIGTERM, of which JAX tells all processes of the run; see `stops_now`."""
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))

@@ -14,6 +14,7 @@ import pytest
 
 from experiments import lm
 from experiments.harness import processes, watch
+from experiments.harness.errors import UserError
 
 TINY = """--mechanisms linear --layers 1 --heads 2 --width 8 --context 16 --batch 8 --seeds 0
     --eval-windows 8 --steps 24 --evaluate-every 6 --no-equal-parameters --no-costs""".split()
@@ -47,6 +48,17 @@ def test_one_process_is_the_first_and_keeps_its_folder(tmp_path):
     with processes.own_folder(tmp_path) as folder:
         assert folder == tmp_path
     assert processes.whole(folder) is folder
+
+
+def test_errors_of_other_processes_name_the_folder_and_not_their_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_number", 1)
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "_check_equal", lambda *_: None)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError) as raised, processes.own_folder(tmp_path / "run") as folder:
+        assert folder != tmp_path / "run"
+        raise UserError(f"{folder / 'config.json'} is torn; delete it")
+    assert str(raised.value) == f"{tmp_path / 'run' / 'config.json'} is torn; delete it"
 
 
 def pair(monkeypatch):
