@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 
 from effattn.arrays import checks
@@ -56,7 +57,7 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
     Raises:
       ValueError: on call, the heads cannot be divided by the devices, or an option is refused.
     """
-    if hasattr(function, "binding"):  # a mixer, which calls `attend_in_parts`
+    if isinstance(function, nnx.Module):  # mixers call `attend_in_parts`
         return over_parts("exchange_heads", function, axis_name)
     given: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:

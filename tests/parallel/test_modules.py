@@ -225,6 +225,14 @@ def test_other_modules_are_refused(name, form, message):
         program(made(name, **options), form)
 
 
+def test_groups_of_heads_are_refused():
+    """Also where a function over heads would be taken: their tokens are not heads."""
+    groups = [{"name": name, "num_heads": 2} for name in ("softmax", "linear")]
+    module = nn.HybridHeads(FEATURES, 4, groups, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="got HybridHeads; pass the function of its mechanism"):
+        program(module, parallel.exchange_heads)
+
+
 def test_what_does_not_fit_is_one_sentence():
     long = {"width": 9, "dilation": 2}
     with pytest.raises(ValueError, match="at least the 16 tokens that a token reads .* got 8; "):
