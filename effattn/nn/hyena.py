@@ -106,15 +106,18 @@ class Hyena(CausalMixer):
     def filters(self) -> jax.Array:
         """Filters h `(N, max_length, D)`, in the parameter dtype, at least float32."""
         wide = dtypes.wide(self.skip[...].dtype)
-        place = np.arange(self.max_length) / self.max_length
-        turns = 2 * np.pi * np.outer(place, np.arange(1, self.num_harmonics + 1))
-        hidden = jnp.asarray(np.column_stack([place, np.cos(turns), -np.sin(turns)]), wide)
+        # Computed in the program: as constants, these arrays would be as large as the filters.
+        number = jnp.arange(self.max_length)
+        place = number.astype(wide) / self.max_length
+        of_turn = jnp.outer(number, jnp.arange(1, self.num_harmonics + 1)) % self.max_length
+        angle = 2 * np.pi * of_turn.astype(wide) / self.max_length
+        hidden = jnp.concatenate([place[:, None], jnp.cos(angle), -jnp.sin(angle)], 1)
         for layer, frequency in zip(self.filter_layers, self.frequency[...], strict=True):
             hidden = jnp.sin(frequency.astype(wide)[None] * layer(hidden))
         taps = self.filter_out(hidden).reshape(self.max_length, self.order, self.in_features)
         # Windows decay to 1 / 100 after 0.3 of the length (fastest) to 1.5 of it (slowest).
         rates = np.linspace(np.log(100) / 0.3, np.log(100) / 1.5, self.in_features)
-        window = jnp.asarray(np.exp(-np.outer(place, rates)) + self.window_shift, wide)
+        window = jnp.exp(-jnp.outer(place, jnp.asarray(rates, wide))) + self.window_shift
         return jnp.moveaxis(taps * window[:, None], 1, 0)
 
     def _streams(self, projected):

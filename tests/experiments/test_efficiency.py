@@ -1,12 +1,14 @@
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from effattn import registry
 from experiments import efficiency
 from experiments.costs import caches, curves, layers, measuring, tables, theory
-from experiments.costs.layers import Layer
+from experiments.costs.layers import Layer, directions_of
 from experiments.harness.errors import UserError
 
 BUDGET = measuring.Budget(rounds=2, seconds=1.0, program_bytes=1e9)
@@ -94,6 +96,30 @@ def test_longformer_has_global_tokens():
         for name in ("longformer", "sliding_window")
     )
     assert longformer.operations > window.operations
+
+
+def constants_of(closed):
+    """Sizes of the arrays that a program holds, in bytes."""
+    yield from (x.nbytes for x in getattr(closed, "consts", ()))
+    for eqn in closed.eqns:
+        yield from (getattr(v.val, "nbytes", 0) for v in eqn.invars if hasattr(v, "val"))
+        params = list(eqn.params.values())
+        for inner in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from constants_of(inner)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction"),
+    [(name, direction) for name in registry.names() for direction in directions_of(name)],
+)
+def test_programs_hold_no_arrays_of_all_tokens(name, direction):
+    """Compilers copy such arrays many times: for a million tokens the machine's memory was full."""
+    layer = Layer(name, direction, 2048)
+    graph, state = nnx.split(nnx.eval_shape(layer.build))
+    x = jax.ShapeDtypeStruct((1, layer.length, layers.FEATURES), jnp.float32)
+    closed = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x)
+    assert sum(constants_of(closed)) < 16 * layer.length  # lists of blocks are smaller
 
 
 def test_a_program_above_the_budget_is_compiled_and_not_run():
