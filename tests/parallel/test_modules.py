@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_one_sentence():
     with pytest.raises(ValueError, match="at least the 16 tokens that a token reads .* got 8; "):
         program(made("convolution", **long), parallel.pass_states)
     short = {"max_length": TOKENS - 1, "filter_features": 5}
-    with pytest.raises(ValueError, match="at least the 32 tokens"):
+    with pytest.raises(ValueError, match="x has 32 tokens, but this Hyena has parameters for"):
         program(made("hyena", **short), parallel.exchange_channels)
     with pytest.raises(ValueError, match="exchange_channels has no segment_ids; leave it out"):
         program(made("aft_simple"), parallel.exchange_channels, segment_ids=IDS)
