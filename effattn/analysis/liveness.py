@@ -13,36 +13,34 @@ Left out are temporaries inside kernels and libraries, alignment and fragmentati
 """
 
 import collections
-import functools
+import heapq
 import itertools
 import math
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from effattn.analysis.cost import ELEMENTWISE, REDUCTIONS, split_scan
+from effattn.analysis.fusions import BY_LIBRARY, OF_LIBRARY, TRANSPOSE, Fusions, Operation
 
-# Moves of data that a fusion computes where it reads them.
-_MOVES = frozenset(
-    "broadcast_in_dim convert_element_type slice dynamic_slice pad concatenate iota rev split "
-    "square is_finite round ceil sign nextafter erf erfc erf_inv cbrt tan real imag".split()
-)
 # Other names of a buffer. Transposes change the layout that the compiler chooses for it.
 _ALIASES = frozenset(
     "reshape squeeze expand_dims transpose stop_gradient copy copy_p name pvary pcast "
     "optimization_barrier sharding_constraint".split()
 )
-# Functions that fusions do not compute again.
-_COSTLY = frozenset(
-    "exp expm1 log log1p logistic tanh sqrt rsqrt cbrt pow sin cos tan erf erfc div rem".split()
-)
 _INLINED = "jaxpr", "call_jaxpr", "fun_jaxpr"
 # Operations whose jaxpr is that of a kernel or of single entries.
 _OPAQUE = "pallas_call", "reduce"
-_BARRIER, _ALLOCATE, _TRANSPOSE = "barrier", "allocate", "transposed copy"
+_BARRIER, _ALLOCATE, _BY_WINDOWS, _ALL_REDUCE = "barrier", "allocate", "windows", "all-reduce"
+# Reductions that the library of XLA on CPUs computes.
+_LIBRARY_REDUCTIONS = "reduce_sum", "reduce_max", "reduce_min"
+
+
+def _is_in_place(name: str) -> bool:
+    return name.startswith("scatter") or name == "dynamic_update_slice"
 
 
 class Compiler(NamedTuple):
@@ -59,6 +57,12 @@ class Compiler(NamedTuple):
       scatters: a device sums and keeps its part of sharded gradients at once (reduce-scatter); if
         not, it has whole gradients until the end of the backward pass.
       overlaps: the weights of the next layer are gathered while a layer is computed.
+      library: a library sums floating-point arrays of this size or more, or finds their extremes.
+        Its inputs are stored, unless nothing else reads them and it can compute them; None without
+        a library.
+      window: other reductions of more than this number of elements along an axis reduce windows
+        first, which are read from a stored array; None if there is no such rule.
+      combines: all-reduces of one type that do not wait for one another are one operation.
     """
 
     platform: str | None
@@ -67,14 +71,33 @@ class Compiler(NamedTuple):
     transposes: bool
     scatters: bool
     overlaps: bool
+    library: int | None
+    window: int | None
+    combines: bool
 
 
 # XLA of jaxlib 0.10 to 0.12, as found in its buffer assignments of language models.
 CPU = Compiler(
-    "cpu", recomputes=False, breadth_first=True, transposes=True, scatters=False, overlaps=False
+    "cpu",
+    recomputes=False,
+    breadth_first=True,
+    transposes=True,
+    scatters=False,
+    overlaps=False,
+    library=4096,
+    window=32,
+    combines=True,
 )
 ACCELERATOR = Compiler(
-    None, recomputes=True, breadth_first=False, transposes=False, scatters=True, overlaps=True
+    None,
+    recomputes=True,
+    breadth_first=False,
+    transposes=False,
+    scatters=True,
+    overlaps=True,
+    library=None,
+    window=None,
+    combines=False,
 )
 
 
@@ -118,33 +141,17 @@ class _Constant(NamedTuple):
     value: str
 
 
-class _Operation(NamedTuple):
-    name: str
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    inside: int = 0  # bytes of temporaries of a loop's body
-
-    @property
-    def fused(self) -> bool:
-        """True if a fusion can compute the operation together with its readers."""
-        return self.name in ELEMENTWISE or self.name in _MOVES
-
-    @property
-    def reads_fused(self) -> bool:
-        """True if a fusion can compute what the operation reads."""
-        return self.fused or self.name in REDUCTIONS or self.name == _TRANSPOSE
-
-
 class _Trace:
     """Operations on values, which are numbered; a known scalar is a `_Constant`."""
 
     def __init__(self, compiler: Compiler):
         self.compiler = compiler
-        self.operations: list[_Operation] = []
+        self.operations: list[Operation] = []
         self.sizes: list[int] = []
         self.held: dict[int, int] = {}  # the buffer that a loop writes its result to
         self._found: dict[Any, list[int]] = {}
         self._scattered: dict[Any, list[Any]] = {}  # what zeros with these sums were made of
+        self._folded: dict[Any, _Constant] = {}
         self._barrier: tuple[int, ...] = ()
 
     def value(self, aval: Any, size: int | None = None) -> int:
@@ -175,10 +182,16 @@ class _Trace:
         name, params = eqn.primitive.name, eqn.params
         if name == "platform_index":
             return [_Constant(str(self._platform(params["platforms"])))]
-        if name == "cond" and isinstance(inputs[0], _Constant):
-            return self._inline(params["branches"][int(float(inputs[0].value))], inputs[1:])
+        if name == "cond" and isinstance(inputs[0], _Constant) and inputs[0].value.isdigit():
+            return self._inline(params["branches"][int(inputs[0].value)], inputs[1:])
         if name == "scan" and params["length"] == 1:
             return self._inline(params["jaxpr"], inputs)
+        if name == "scan" and params["length"] == 0:
+            first, carried = split_scan(eqn)
+            return [
+                *inputs[first : first + carried],
+                *(self.value(v.aval) for v in eqn.outvars[carried:]),
+            ]
         if name in ("scan", "while", "cond"):
             return self._loop(eqn, inputs)
         inner = next((params[key] for key in _INLINED if key in params), None)
@@ -186,6 +199,8 @@ class _Trace:
             return self._inline(inner, inputs, barrier=params.get("differentiated", False))
         if name in _ALIASES or self._is_same(eqn, inputs):
             return inputs[: len(eqn.outvars)]
+        if name == "dynamic_update_slice" and eqn.invars[1].aval.shape == eqn.outvars[0].aval.shape:
+            return inputs[1:2]
         return self._plain(eqn, name, inputs)
 
     def _platform(self, platforms):
@@ -214,6 +229,10 @@ class _Trace:
                 return True
             given = eqn.invars[0].aval
             return given.size == result.aval.size and given.dtype == result.aval.dtype
+        if name == "pad":
+            return not any(itertools.chain(*eqn.params["padding_config"]))
+        if name in ("slice", "dynamic_slice"):
+            return eqn.invars[0].aval.shape == result.aval.shape
         zero = name in ("add", "add_any", "sub") and inputs[1] in (_Constant("0.0"), _Constant("0"))
         return zero and eqn.invars[0].aval.shape == result.aval.shape
 
@@ -224,6 +243,9 @@ class _Trace:
                     # Compilers scatter to the other summand.
                     given = [other, *scattered]
                     return self._once(("scatter", *given), "scatter", given, [eqn.outvars[0].aval])
+        if name in ELEMENTWISE and all(isinstance(x, _Constant) for x in inputs):
+            key = name, str(eqn.params), *inputs
+            return [self._folded.setdefault(key, _Constant(f"constant {len(self._folded)}"))]
         if name in ELEMENTWISE and len(inputs) > 1:
             shape = eqn.outvars[0].aval.shape
             inputs = [
@@ -237,10 +259,37 @@ class _Trace:
         if name == "dot_general" and self.compiler.transposes:
             inputs = [self._with_last_contracted(eqn, inputs[0]), *inputs[1:]]
         key = name, str(sorted(eqn.params.items(), key=lambda item: item[0])), tuple(inputs)
-        results = self._once(key, name, inputs, [v.aval for v in eqn.outvars])
+        if name in ("split", "unstack"):
+            avals = [v.aval for v in eqn.outvars]
+            each = (self._once((*key, n), "slice", inputs, [aval]) for n, aval in enumerate(avals))
+            return list(itertools.chain(*each))
+        if _is_in_place(name) and isinstance(inputs[0], _Constant):
+            if name == "dynamic_update_slice" and all(isinstance(x, _Constant) for x in inputs[2:]):
+                given, result = eqn.invars[1].aval, eqn.outvars[0].aval
+                return self._once(key, "pad", inputs[1:2], [result], [given])
+            results = self._filled(key, name, inputs, eqn.outvars[0].aval)
+        else:
+            name = self._reduction(eqn, name)
+            of = [[v.aval for v in each] for each in (eqn.outvars, eqn.invars)]
+            results = self._once(key, name, inputs, *of)
         if name == "scatter-add" and inputs[0] == _Constant("0.0"):
             self._scattered[results[0]] = inputs[1:]
         return results
+
+    def _reduction(self, eqn, name):
+        """The name of an operation, which for a reduction says how the compiler computes it."""
+        if name in ("psum", "psum_invariant"):
+            return f"{_ALL_REDUCE} {eqn.invars[0].aval.dtype} {eqn.params['axes']}"
+        if name not in REDUCTIONS or len(eqn.outvars) > 1:
+            return name
+        aval, axes = eqn.invars[0].aval, eqn.params["axes"]
+        least, window = self.compiler.library, self.compiler.window
+        is_known = name in _LIBRARY_REDUCTIONS and jnp.issubdtype(aval.dtype, jnp.floating)
+        if least is not None and is_known and aval.size >= least:
+            return BY_LIBRARY
+        if window is not None and any(aval.shape[axis] > window for axis in axes):
+            return name if name in ("argmax", "argmin") else _BY_WINDOWS
+        return name
 
     def _broadcast(self, x, aval, dimensions, shape):
         """The value with this shape."""
@@ -257,21 +306,53 @@ class _Trace:
         aval = eqn.invars[0].aval
         if isinstance(x, _Constant) or min(contracted, default=0) >= aval.ndim - len(contracted):
             return x
-        return self._once((_TRANSPOSE, x), _TRANSPOSE, [x], [aval])[0]
+        return self._once((TRANSPOSE, x), TRANSPOSE, [x], [aval])[0]
 
-    def _once(self, key, name, inputs, avals):
+    def _once(self, key, name, inputs, avals, given=()):
         """The results of an operation, which runs once for all equal equations."""
         key = *key, self._barrier
         if key not in self._found:
             self._found[key] = [self.value(aval) for aval in avals]
-            self._add(name, inputs, self._found[key])
+            of_library = self._of_library(name, avals, given)
+            self._add(name, inputs, self._found[key], of_library=of_library)
         return self._found[key]
 
-    def _add(self, name, inputs, writes, inside=0):
+    def _filled(self, key, name, inputs, aval):
+        """The result of an operation that writes to a buffer, filled before the program starts."""
+        key = *key, self._barrier
+        if key not in self._found:
+            result, buffer = self._allocated(aval, [])
+            self._found[key] = [result]
+            self._add(name, [*inputs, buffer], [result])
+        return self._found[key]
+
+    def _allocated(self, aval, given):
+        """A result, and the buffer that an operation writes it to."""
+        buffer, result = self.value(aval), self.value(aval, size=0)
+        self.held[result] = buffer
+        self._add(_ALLOCATE, given, [buffer])
+        return result, buffer
+
+    def _of_library(self, name, avals, given):
+        """Returns whether a library can compute an operation, of inputs of these types."""
+        least = self.compiler.library
+        if name == "pad" and any(
+            a == 1 < b for a, b in zip(given[0].shape, avals[0].shape, strict=True)
+        ):
+            return False  # The library repeats axes of one element.
+        return (
+            least is not None
+            and name in OF_LIBRARY
+            and all(
+                aval.size >= least and jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals
+            )
+        )
+
+    def _add(self, name, inputs, writes, inside=0, of_library=False):
         reads = tuple(x for x in inputs if not isinstance(x, _Constant))
         # Constants need not wait for a barrier.
         reads += self._barrier if reads else ()
-        self.operations.append(_Operation(name, reads, tuple(writes), inside))
+        self.operations.append(Operation(name, reads, tuple(writes), inside, of_library))
 
     def _loop(self, eqn, inputs):
         """A loop writes its results to buffers that are allocated before it."""
@@ -291,11 +372,9 @@ class _Trace:
         initial = [*inputs[first : first + carried], *[None] * (len(eqn.outvars) - carried)]
         buffers, results = [], []
         for variable, start in zip(eqn.outvars, initial, strict=True):
-            buffers.append(self.value(variable.aval))
-            results.append(self.value(variable.aval, size=0))
-            self.held[results[-1]] = buffers[-1]
-            given = [] if start is None else [start]
-            self._add(_ALLOCATE, given, [buffers[-1]])
+            result, buffer = self._allocated(variable.aval, [] if start is None else [start])
+            results.append(result)
+            buffers.append(buffer)
         self._add(eqn.primitive.name, [*inputs, *buffers], results, inside)
         return results
 
@@ -303,10 +382,13 @@ class _Trace:
 def _timeline(trace, arguments, results):
     wanted = {x for x in results if not isinstance(x, _Constant)}
     operations = _needed(trace.operations, wanted)
-    stored = _stored(trace, operations, arguments, wanted)
-    steps = [op for op in operations if any(x in stored for x in op.writes)]
-    sources = _Sources(trace, operations, arguments | stored)
-    reads = [sources.read_by(op) for op in steps]
+    if trace.compiler.combines:
+        operations = _combined(operations)
+    fusions = Fusions(
+        operations, trace.sizes, trace.held, arguments, wanted, trace.compiler.recomputes
+    )
+    written = [n for n, op in enumerate(operations) if not fusions.stored.isdisjoint(op.writes)]
+    steps, reads = [operations[n] for n in written], [fusions.read_by(n) for n in written]
     order = _breadth_first(steps, reads) if trace.compiler.breadth_first else range(len(steps))
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -316,23 +398,23 @@ def _timeline(trace, arguments, results):
         for x in reads[index]:
             last[x] = step
     end = len(steps)
-    kept = set().union(*(sources.of(x) for x in wanted))
+    kept = set().union(*(fusions.of(x) for x in wanted))
     live, of_results = [0] * (end + 2), [0] * (end + 2)
     reused = _reused(trace, steps, reads, order, last, kept)
-    for x in stored:
+    for x in fusions.stored:
         stop = end if x in kept else last[x] - (x in reused)
         for sizes in [live, of_results] if x in kept else [live]:
             sizes[first[x]] += trace.sizes[x]
             sizes[stop + 1] -= trace.sizes[x]
     inside = [steps[index].inside for index in order] + [0]
     total = [a + b for a, b in zip(itertools.accumulate(live[:-1]), inside, strict=True)]
-    written = tuple(
+    last_writes = tuple(
         -1
         if isinstance(x, _Constant)
-        else max((first.get(y, -1) for y in sources.of(x)), default=-1)
+        else max((first.get(y, -1) for y in fusions.of(x)), default=-1)
         for x in results
     )
-    return Timeline(tuple(total), tuple(itertools.accumulate(of_results[:-1])), written)
+    return Timeline(tuple(total), tuple(itertools.accumulate(of_results[:-1])), last_writes)
 
 
 def _reused(trace, steps, reads, order, last, kept) -> set[int]:
@@ -340,14 +422,14 @@ def _reused(trace, steps, reads, order, last, kept) -> set[int]:
     found: set[int] = set()
     for step, index in enumerate(order):
         op = steps[index]
-        if not op.fused and not op.name.startswith("scatter"):
+        if not op.fused and not _is_in_place(op.name):
             continue
         free = {trace.sizes[x]: x for x in reads[index] if last.get(x) == step and x not in kept}
         found.update(free[size] for x in op.writes if (size := trace.sizes[x]) in free and size)
     return found
 
 
-def _needed(operations: Sequence[_Operation], wanted: Iterable[int]) -> list[_Operation]:
+def _needed(operations: Sequence[Operation], wanted: Iterable[int]) -> list[Operation]:
     """The operations that results depend on."""
     needed, found = set(wanted), []
     for op in reversed(operations):
@@ -357,104 +439,67 @@ def _needed(operations: Sequence[_Operation], wanted: Iterable[int]) -> list[_Op
     return found[::-1]
 
 
-def _stored(trace, operations, arguments, wanted) -> set[int]:
-    """The values that are buffers."""
-    readers: dict[int, list[_Operation]] = collections.defaultdict(list)
+def _combined(operations: Sequence[Operation]) -> list[Operation]:
+    """Joins all-reduces of one type, in the order of the program, until one waits for another."""
+    found = list(operations)
+    left = [op for op in found if op.name.startswith(_ALL_REDUCE)]
+    while left:
+        group = _independent(found, [op for op in left if op.name == left[0].name])
+        left = [op for op in left if op not in group]
+        if len(group) > 1:
+            reads, writes = (
+                tuple(itertools.chain.from_iterable(getattr(op, name) for op in group))
+                for name in ("reads", "writes")
+            )
+            found = [op for op in found if op not in group]
+            found = _sorted([*found, Operation(group[0].name, reads, writes)])
+    return found
+
+
+def _independent(operations, candidates):
+    """The candidates up to the first one that waits for another one."""
+    waiting: set[int] = set()  # values that wait for one of them
+    group = []
     for op in operations:
-        for x in op.reads:
-            readers[x].append(op)
-    fixed = {
-        x
-        for op in operations
-        for x in op.writes
-        if not op.fused or x in wanted or not all(r.reads_fused for r in readers[x])
-    }
-    # A fusion makes numbers and ranges itself.
-    fixed -= {x for op in operations if op.fused and not op.reads for x in op.writes} - wanted
-    rule = _small if trace.compiler.recomputes else _shared
-    return rule(trace, operations, arguments, fixed, readers)
+        waits = not waiting.isdisjoint(op.reads)
+        if op in candidates:
+            if waits:
+                break
+            group.append(op)
+        if waits or op in candidates:
+            waiting.update(op.writes)
+    return group
 
 
-def _small(trace, operations, arguments, fixed, readers):
-    """Adds values with several readers that are smaller than the buffers they come from."""
-    sources = _Sources(trace, operations, arguments | fixed)
-    for op in operations:
-        for x in op.writes:
-            if x in fixed or len(readers[x]) < 2 or not op.reads:
-                continue
-            size = sum(trace.sizes[y] for y in sources.of(x) if y not in arguments)
-            if trace.sizes[x] < size:
-                fixed.add(x)
-                sources.stored.add(x)
-    return fixed
+def _sorted(operations):
+    """Operations in an order in which each follows what it reads, and else in the given order."""
+    missing, after = _waiting([op.reads for op in operations], operations)
+    ready = [n for n, count in enumerate(missing) if not count]
+    found = []
+    while ready:
+        n = heapq.heappop(ready)
+        found.append(operations[n])
+        for m in after[n]:
+            missing[m] -= 1
+            if not missing[m]:
+                heapq.heappush(ready, m)
+    return found
 
 
-def _shared(trace, operations, arguments, fixed, readers):
-    """Adds values that several fusions read and none of them computes again.
-
-    XLA repeats cheap operations in all fusions that read their result, but only if no fusion waits
-    for another one.
-    """
-    stored = set(fixed)
-    fusion: dict[int, int] = {}  # the last operation of the fusion, by operation
-    later: dict[int, int] = {}  # bits of all operations that wait for one
-    index = {id(op): n for n, op in enumerate(operations)}
-    for n, op in reversed(list(enumerate(operations))):
-        following = [index[id(r)] for x in op.writes for r in readers[x]]
-        later[n] = functools.reduce(operator.or_, (later[r] | 1 << r for r in following), 0)
-        ours = [fusion[r] for r in following if operations[r].reads_fused]
-        for x in op.writes:
-            if x in fixed or not op.reads:
-                continue
-            # XLA repeats a broadcast, but stores that of an argument.
-            is_repeated = op.name == "broadcast_in_dim" and not arguments.issuperset(op.reads[:1])
-            roots = {fusion[index[id(r)]] for r in readers[x]}
-            waits = any(later[a] >> b & 1 for a in roots for b in roots)
-            if len(roots) > 1 and not is_repeated and (op.name in _COSTLY or waits):
-                stored.add(x)
-        is_root = not ours or not op.fused or not stored.isdisjoint(op.writes)
-        fusion[n] = n if is_root else ours[0]
-    return stored
-
-
-class _Sources:
-    """Buffers that values are computed from."""
-
-    def __init__(self, trace, operations, stored):
-        self.trace, self.stored = trace, set(stored)
-        self._writer = {x: op for op in operations for x in op.writes}
-        self._known: dict[int, frozenset[int]] = {}
-
-    def of(self, x: Any) -> frozenset[int]:
-        """The buffers that a value is in, or that a fusion computes it from."""
-        if isinstance(x, _Constant):
-            return frozenset()
-        if x in self.trace.held:
-            return frozenset({x, self.trace.held[x]})
-        if x in self.stored or x not in self._writer:
-            return frozenset({x} & self.stored)
-        if x not in self._known:
-            self._known[x] = frozenset().union(*map(self.of, self._writer[x].reads))
-        return self._known[x]
-
-    def read_by(self, op: _Operation) -> frozenset[int]:
-        """The buffers that an operation reads."""
-        reads: Iterator[int] = iter(op.reads)
-        if op.name == _TRANSPOSE and (writer := self._writer.get(op.reads[0])) and writer.fused:
-            # The copy is computed from what the value comes from.
-            reads = itertools.chain(writer.reads, op.reads[1:])
-        return frozenset().union(*map(self.of, reads))
-
-
-def _breadth_first(steps: Sequence[_Operation], reads: Sequence[frozenset[int]]) -> list[int]:
-    """Order of the steps in which each starts as soon as all that it reads is there."""
+def _waiting(reads, steps):
+    """For each step, the number of steps that write what it reads, and the steps that read it."""
     writer = {x: index for index, op in enumerate(steps) for x in op.writes}
     before = [{writer[x] for x in read if x in writer} for read in reads]
     after: dict[int, list[int]] = collections.defaultdict(list)
     for index, needed in enumerate(before):
         for earlier in needed:
             after[earlier].append(index)
-    missing = [len(needed) for needed in before]
+    return [len(needed) for needed in before], after
+
+
+def _breadth_first(steps: Sequence[Operation], reads: Sequence[frozenset[int]]) -> list[int]:
+    """Order of the steps in which each starts as soon as all that it reads is there."""
+    missing, after = _waiting(reads, steps)
     ready = collections.deque(index for index, count in enumerate(missing) if not count)
     order = []
     while ready:

@@ -2,6 +2,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from effattn.analysis import liveness
 from effattn.analysis.liveness import ACCELERATOR, CPU
@@ -124,19 +126,109 @@ def test_a_gradient_of_a_lookup_is_added_in_place():
     assert found.written[0] == len(found.live) - 2
 
 
-def test_memory_of_a_compiled_program_on_this_cpu():
-    """Perceptron with a gate, forward and backward, against XLA's buffer assignment."""
+@COMPILERS
+def test_what_a_loop_without_steps_and_whole_slices_write_is_what_they_are_given(compiler):
+    def function(x):
+        start = x @ x
+        y = lax.scan(lambda c, _: (c @ x, None), start, None, length=0)[0]
+        zeros = jnp.zeros((N, N))
+        return lax.dynamic_update_slice(zeros, lax.dynamic_slice(y, (0, 0), (N, N)), (0, 0)) + 0.0
+
+    assert timeline(function, compiler).peak == ARRAY
+
+
+def test_zeros_that_an_update_at_a_variable_place_writes_to_are_there_from_the_start():
+    def function(x):
+        y = jnp.sin(x @ x @ x)
+        return lax.dynamic_update_slice(jnp.zeros((2 * N, N)), y, (x[0, 0].astype(int), 0))
+
+    def padded(x):
+        return lax.dynamic_update_slice(jnp.zeros((2 * N, N)), jnp.sin(x @ x @ x), (N, 0))
+
+    # Two products and the place beside the zeros; a product and the result.
+    assert timeline(function, CPU).peak == 4 * ARRAY + 4
+    assert timeline(padded, CPU).peak == 3 * ARRAY
+
+
+def test_all_reduces_that_do_not_wait_for_one_another_are_one_operation():
+    def function(x):
+        sums = [lax.psum(y @ y, "devices") for y in (x + 1, x @ x)]
+        return [jnp.sin(y) @ y for y in sums]
+
+    mesh = AbstractMesh((8,), ("devices",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=PartitionSpec("devices"), out_specs=PartitionSpec()
+    )
+    x = jax.ShapeDtypeStruct((8 * N, N), jnp.float32)
+    (call,) = jax.make_jaxpr(mapped)(x).jaxpr.eqns
+    closed = jex_core.ClosedJaxpr(call.params["jaxpr"], ())
+    together, apart = (
+        liveness.timeline(closed, compiler) for compiler in (CPU, CPU._replace(combines=False))
+    )
+    assert len(together.live) == len(apart.live) - 1
+
+
+def test_reductions_of_long_axes_read_stored_arrays():
+    def positive(x, *shape):
+        return (x > 0).astype(jnp.int32).reshape(*shape, -1).sum(-1)
+
+    assert timeline(lambda x: positive(x, N), CPU).peak == ARRAY + 4 * N
+    short = 4 * N * N // 32
+    assert timeline(lambda x: positive(x, N, N // 32), CPU).peak == short
+    assert timeline(lambda x: positive(x, N), ACCELERATOR).peak == 4 * N
+
+
+def test_a_library_computes_reductions_with_what_nothing_else_reads():
+    def alone(x, y):
+        return (jnp.exp(x) * y).sum(1)
+
+    def shared(x, y):
+        z = jnp.exp(x) * y
+        return z.sum(1), z.sum(0)
+
+    def continued(x, y):
+        return (x - jnp.exp(x).sum(1, keepdims=True)) * y
+
+    assert timeline(alone, CPU, arguments=2).peak == 4 * N
+    assert timeline(shared, CPU, arguments=2).peak == ARRAY + 2 * 4 * N
+    assert timeline(shared, ACCELERATOR, arguments=2).peak == 2 * 4 * N
+    # Until the result has two readers or more.
+    assert timeline(continued, CPU, arguments=2).peak == ARRAY
+
+
+def gated(x, up, gate, down):
+    """Perceptron with a gate."""
+    return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def normed(x, *weights):
+    """With a norm of rows."""
+    scale = lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+    return x + gated(x * (scale * weights[0][:, 0]), *weights)
+
+
+def doubled(x, up, *_):
+    """Products of all rows before each one, by recursive doubling."""
+    y = jnp.tanh(x @ up[:, :64])
+    for steps in (1, 2, 4, 8, 16):
+        y = y * jnp.pad(y[:-steps], ((steps, 0), (0, 0)), constant_values=1.0)
+    return x + y
+
+
+@pytest.mark.parametrize(("layer", "rows"), [(gated, 512), (normed, 4096), (doubled, 512)])
+def test_memory_of_a_compiled_program_on_this_cpu(layer, rows):
+    """Four layers, forward and backward, against XLA's buffer assignment."""
 
     def loss(weights, x):
-        for up, gate, down in weights:
-            x = x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        for each in weights:
+            x = layer(x, *each)
         return jnp.square(x).mean()
 
     def of(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     weights = [(of(64, 192), of(64, 192), of(192, 64))] * 4
-    traced = jax.jit(jax.value_and_grad(loss)).trace(weights, of(512, 64))
+    traced = jax.jit(jax.value_and_grad(loss)).trace(weights, of(rows, 64))
     memory = traced.lower().compile().memory_analysis()
     compiled = memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert liveness.timeline(traced.jaxpr, CPU).peak == pytest.approx(compiled, rel=0.1)

@@ -9,6 +9,7 @@ from effattn.analysis import liveness
 from effattn.analysis.planning import memory, settings, traffic
 from effattn.nn import Experts, TransformerConfig
 from tests.analysis.planning import compiled
+from tests.analysis.planning.test_memory import REMAT
 
 LAYERS, FEATURES, BATCH, LENGTH, VOCABULARY = 2, 64, 8, 32, 128
 ROW = BATCH * LENGTH * FEATURES * 4
@@ -109,14 +110,29 @@ def test_a_divided_sequence_exchanges_what_the_form_of_the_model_does(name, rema
     assert found == pytest.approx(predicted, rel=0.02)
 
 
-def test_memory_of_a_divided_sequence():
+@pytest.mark.parametrize(
+    ("mixer", "length", "remat"),
+    [
+        ("mamba", 256, False),
+        ("s4", 512, False),
+        ("rwkv4", 512, False),
+        pytest.param("hyena", 256, True, marks=REMAT),
+    ],
+)
+def test_memory_of_a_divided_sequence(mixer, length, remat):
     config = TransformerConfig(
-        vocab_size=VOCABULARY, num_layers=3, features=FEATURES, num_heads=8, mixer="mamba"
+        vocab_size=VOCABULARY,
+        num_layers=2,
+        features=FEATURES,
+        num_heads=8,
+        mixer=mixer,
+        max_length=length,
+        remat=remat,
     )
-    options = {"batch": 2, "microbatches": 1, "precision": "float32", "remat": False}
-    setting = settings.make(config, None, 256, {"sequence": 8}, **options)
+    options = {"batch": 2, "microbatches": 1, "precision": "float32", "remat": remat}
+    setting = settings.make(config, None, length, {"sequence": 8}, **options)
     found = memory.training(setting, liveness.CPU, 0.0).total
-    program = compiled.step(config, 2, 256, "sequence", 8)
+    program = compiled.step(config, 2, length, "sequence", 8)
     assert found == pytest.approx(compiled.bytes_of(program), rel=0.1)
 
 

@@ -72,9 +72,8 @@ def test_memory_of_further_models(config):
 DIVIDED = [
     ("data", model(heads=8), 8),
     ("fsdp", model(heads=8, layers=4, features=128, vocabulary=512), 8),
-    # XLA on CPUs hands sums of norms to a library, and stores one more input of (B, T, D) for each
-    # norm where the tensor axis divides a layer: with few tokens, this is below a tenth.
-    ("tensor", model(heads=8, layers=4, features=512, vocabulary=512), 1),
+    # The library of XLA on CPUs also computes gradients of norms, of 4096 tokens or more.
+    ("tensor", model(heads=8, layers=4, features=256, vocabulary=512), 32),
 ]
 
 
@@ -98,7 +97,7 @@ def test_memory_of_divided_experts():
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_memory_of_recomputed_layers_on_eight_devices(axis):
     config = model(heads=8, layers=4, features=256, vocabulary=512, remat=True)
-    assert agrees(config, 8 if axis == "fsdp" else 2, axis=axis, devices=8)
+    assert agrees(config, 8 if axis == "fsdp" else 32, axis=axis, devices=8)
 
 
 CASES = [(False, liveness.ACCELERATOR), (True, liveness.CPU)]
