@@ -117,7 +117,7 @@ def _label_lengths(every: Sequence[Any]) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda length, _: short(round(length)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_major_formatter("{x:,.10g}")
         axes.tick_params(labelsize=7.5, labelbottom=True)
         axes.grid(alpha=0.3)
         axes.set_xlabel("length (tokens)", fontsize=8)
