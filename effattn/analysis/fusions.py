@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from effattn.analysis.cost import ELEMENTWISE, REDUCTIONS
 
-# Moves of data that a fusion computes where it reads them.
+# Cheap operations, beside those of `ELEMENTWISE`, that a fusion can compute with their readers.
 MOVES = frozenset(
     "broadcast_in_dim convert_element_type slice dynamic_slice pad concatenate iota rev "
     "square is_finite round ceil sign nextafter erf erfc erf_inv cbrt tan real imag complex "
@@ -25,9 +25,10 @@ TRANSPOSE, BY_LIBRARY = "transposed copy", "library reduction"
 _COSTLY = frozenset(
     "exp expm1 log log1p logistic tanh sqrt rsqrt cbrt pow sin cos tan erf erfc div rem".split()
 )
-# Moves of which an element of the result is at another index than that of the input.
+# Operations that read their input at other indices than those of their result.
 _INDEXING = frozenset("broadcast_in_dim slice dynamic_slice pad concatenate".split())
-# XLA on CPUs computes these once in a fusion, and others not more often than this.
+# XLA on CPUs computes an element of a pad or a concatenation once in a fusion, and an element of
+# other operations but broadcasts at most 15 times.
 _BRANCHING, _TIMES = frozenset(["pad", "concatenate"]), 15
 
 
@@ -214,12 +215,12 @@ class _Graph:
 
 
 def _shared(graph, sizes, fixed):
-    """Adds values that several fusions read and none of them computes again, as XLA does.
+    """Adds values that XLA stores because several fusions read them.
 
     XLA repeats cheap operations in all fusions that read their result, if the operation reads no
     more than it writes, or if all paths to the readers can be fused.
 
-    Returns the stored values, and those of them that some fusions nevertheless compute again.
+    Returns the stored values, and the stored values that some of their readers compute again.
     """
     stored, repeated = set(fixed), set()
     single, usage = _Single(graph, sizes), _Usage(graph)
@@ -243,9 +244,10 @@ def _shared(graph, sizes, fixed):
 
 
 class _Single:
-    """Operations that XLA never computes twice, because they read more than they write.
+    """Operations that XLA computes once.
 
-    An exception are those whose paths to all readers can be fused.
+    `add` finds those that read more than they write, unless all paths to their readers can be
+    fused.
 
     Attributes:
       found: the operations.
@@ -283,7 +285,7 @@ class _Single:
         return self.graph.operations[n].fused and self.graph.fuses(n, reader) and not is_costly
 
     def _is_wide(self, n):
-        """Returns whether an operation reads more than it writes, apart from broadcasts."""
+        """True if it reads two operands that are no broadcasts, and more bytes than it writes."""
         op, made = self.graph.operations[n], ("broadcast_in_dim", "iota")
         writers = {x: self.graph.writer.get(x) for x in op.reads}
         wide = [
@@ -303,13 +305,18 @@ class _Usage:
 
     def __init__(self, graph):
         self.graph = graph
-        # The operations that compute an index of an operation's result, and how often an element
-        # of the result is computed; by operation and fusion.
+        # By operation and fusion: the operations that read the result at indices of their own, and
+        # how often an element of the result is computed.
         self._indexed: dict[tuple[int, int], frozenset[int]] = {}
         self._times: dict[tuple[int, int], int] = {}
 
     def is_too_high(self, n: int, readers: Sequence[tuple[int, int]]) -> bool:
-        """Adds an operation that is fused with these readers, in these fusions."""
+        """Adds an operation; returns whether a fusion would compute an element too often.
+
+        Args:
+          n: the operation.
+          readers: readers that are fused with it, each with a fusion that computes the reader.
+        """
         name = self.graph.operations[n].name
         indexed: dict[int, set[int]] = collections.defaultdict(set)
         for reader, root in readers:

@@ -57,9 +57,9 @@ class Compiler(NamedTuple):
       scatters: a device sums and keeps its part of sharded gradients at once (reduce-scatter); if
         not, it has whole gradients until the end of the backward pass.
       overlaps: the weights of the next layer are gathered while a layer is computed.
-      library: a library sums floating-point arrays of this size or more, or finds their extremes.
-        Its inputs are stored, unless nothing else reads them and it can compute them; None without
-        a library.
+      library: a library sums floating-point arrays of this many elements or more, or finds their
+        extremes. Its inputs are stored, unless nothing else reads them and it can compute them;
+        None without a library.
       window: other reductions of more than this number of elements along an axis reduce windows
         first, which are read from a stored array; None if there is no such rule.
       combines: all-reduces of one type that do not wait for one another are one operation.
@@ -334,7 +334,7 @@ class _Trace:
         return result, buffer
 
     def _of_library(self, name, avals, given):
-        """Returns whether a library can compute an operation, of inputs of these types."""
+        """Returns whether a library can compute an operation, from the types of its results."""
         least = self.compiler.library
         if name == "pad" and any(
             a == 1 < b for a, b in zip(given[0].shape, avals[0].shape, strict=True)

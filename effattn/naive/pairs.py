@@ -253,8 +253,8 @@ def over_pairs(
         array of that many axes is for all heads.
       per_example: names of own arguments `(*B, ...)`.
       per_query: names of own arguments `(*B, T, N, ...)` with a row for each query.
-      made_by_head: `(**given) -> arrays by name` of `per_head` for all heads, which the function
-        makes where the caller gives none; reads the shapes of the inputs alone.
+      made_by_head: `(**given) -> arguments by name`: the arrays of `per_head`, for all heads, that
+        the function makes if the caller gives none. It reads shapes and dtypes of the inputs alone.
       derived: `(**given) -> arguments by name`, in place of those that the caller gives in another
         form.
       queries: number of inputs, from the first, that have a row for each query; the others have a

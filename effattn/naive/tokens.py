@@ -38,8 +38,8 @@ def over_tokens(
       heads: False if the inputs have no axis of heads.
       empty: `(**inputs of one token, as zeros, **own arguments of one head) -> state`; the default
         is zeros `(H, Hv)`.
-      made_by_head: `(**given) -> arrays by name` of `per_head` for all heads, which the function
-        makes where the caller gives none; reads the shapes of the inputs alone.
+      made_by_head: `(**given) -> arguments by name`: the arrays of `per_head`, for all heads, that
+        the function makes if the caller gives none. It reads shapes and dtypes of the inputs alone.
       neutral: the own arguments by which a token of zeros would change the state, with values by
         which a token of zeros does not.
     """

@@ -59,7 +59,7 @@ class PipelinedLM(TransformerLM):
 
     @property
     def blocks(self) -> list[Any]:  # type: ignore[override]
-        """Copies of the layers, each with its own variables; changes of them are lost."""
+        """Copies of the layers, each with its own variables; changes stay in the copies."""
         count = len(jax.tree.leaves(nnx.state(self.stages[0]))[0])
         return [_entry(block, stage) for stage in range(count) for block in self.stages]
 
@@ -90,8 +90,8 @@ class PipelinedLM(TransformerLM):
             microbatch; without it these losses are left out.
 
         Raises:
-          ValueError: the mesh is not automatic, or its axis `stage` has another size than there are
-            stages; its axis `sequence` does not divide the tokens, or the model has experts or a
+          ValueError: the mesh is not automatic, or the size of its axis `stage` is not the number
+            of stages; its axis `sequence` does not divide the tokens, or the model has experts or a
             mixer without a form of its own along it; there are too few learned positions.
         """
         mesh = jax.sharding.get_abstract_mesh()
@@ -107,7 +107,8 @@ class PipelinedLM(TransformerLM):
         positions = jnp.broadcast_to(jnp.arange(time), (batch, time))
         x = jax.vmap(lambda rows: self._embed(token_ids(rows), positions, None))(tokens)
         x = mesh_axes.constrained(x, ((), *ACTIVATIONS))
-        # Kernels need all axes. Heads, features and experts are left to the compiler.
+        # Kernels run only where all axes are manual, so those of size 1 are too. Heads, features
+        # and experts are left to the compiler.
         manual = {STAGE, SEQUENCE, *rows, *(name for name, size in mesh.shape.items() if size == 1)}
         manual &= {*mesh.axis_names}
         summed = (*rows, *[SEQUENCE] * (parts > 1))
@@ -193,7 +194,7 @@ def _split(module):
 
 
 def _stacked(layers, first, stages):
-    """The layers of all stages at place `first`, as one module whose arrays have an axis more."""
+    """The layers of all stages at place `first`, as one module with a leading axis of stages."""
     chosen = layers[first :: len(layers) // stages]
     graphs, states = zip(*map(nnx.split, chosen), strict=True)
     for number, graph in enumerate(graphs[1:], 1):

@@ -44,10 +44,10 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
         part of the rows of a table `(S, N, A)`. Options that are arrays are those that all heads
         share (`segment_ids`, `positions`, `global_mask`, lengths, `query_offset`, `scale`), `sink`,
         `logit_bias`, and the arrays by token or by head that the naive form of the function names.
-        Random blocks, rotations and decays that the function makes for each head are those of all
-        heads, as is the index of a head in a `score_mod`. Refused are other arrays (such as
-        `bias`, `mask` and `initial_state`), dropout, a `dilation` that differs by head, and second
-        results (`return_residual`, `return_state`).
+        If the function makes random blocks, rotations or decays for each head, a head gets the same
+        ones as in a call with all heads; a `score_mod` gets its index among all heads. Refused are
+        other arrays (such as `bias`, `mask` and `initial_state`), dropout, a `dilation` that
+        differs by head, and second results (`return_residual`, `return_state`).
       axis_name: the mesh axis that divides the tokens.
 
     Returns:
@@ -163,7 +163,7 @@ class _Heads:
         return lax.all_to_all(x, self.axis_name, self.tokens, self.tokens + 1, tiled=True)
 
     def made(self, function: Any, inputs: Any, options: Any) -> dict[str, Any]:
-        """The options of all heads that the function would make for those of one device."""
+        """The options by head that the function would make in a call with all heads."""
         make = getattr(getattr(function, "naive", None), "made_by_head", None)
         if make is None:
             return {}

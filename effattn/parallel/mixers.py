@@ -53,8 +53,8 @@ def divided(mixer: Any, x: jax.Array) -> Callable[..., jax.Array]:
     what the first form needs that takes the call, and each calls the mixer on its part of the
     tokens. Rows are divided by the axes `data`, `fsdp` and `expert`. If no form takes the call, for
     example because the devices cannot divide the tokens or the heads, this is the mixer itself, for
-    which the compiler gathers all tokens; also if it consists of mixers that divide the tokens
-    themselves.
+    which the compiler gathers all tokens. A mixer that consists of mixers is returned unchanged,
+    because it calls `divided` for each of them.
     """
     if getattr(mixer, "calls_each_alone", False):
         return mixer

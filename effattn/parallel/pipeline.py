@@ -32,9 +32,9 @@ def pipeline(
     section 2.2). In each step a device sends one activation to the next device, and one gradient to
     the one before.
 
-    Both schedules take as long (but see `lockstep`), and recompute each stage for its gradients.
-    Every device has the `inputs` and, backward, their gradients. The schedules differ in the number
-    of further stage inputs that a device stores:
+    Both schedules take the same time, except with `lockstep`, and recompute each stage for its
+    gradients. Every device has the `inputs` and, backward, their gradients. The schedules differ in
+    the number of further stage inputs that a device stores:
 
     - "gpipe": M + S - 1 (Huang et al. 2019, "GPipe"); all gradients follow the last loss.
     - "1f1b": 2 S - 1, for any number of microbatches. The gradients of a microbatch follow its
@@ -48,9 +48,10 @@ def pipeline(
       axis_name: the mesh axis of the stages.
       schedule: "1f1b" or "gpipe".
       lockstep: whether devices call `stage` and `loss` in every step, and discard results that are
-        not due. Otherwise they wait. It is needed if these functions exchange data with devices of
-        other mesh axes: a collective permutation may wait for all devices of the program. Then
-        "1f1b" takes M + 2 S - 2 steps forward and backward, and "gpipe" M + S - 1.
+        not due. Otherwise they wait. Lockstep is needed if these functions exchange data with
+        devices of other mesh axes: a collective permutation may wait for all devices of the
+        program. With it, "1f1b" takes M + 2 S - 2 steps forward and backward, and "gpipe"
+        M + S - 1.
 
     Returns:
       A function of `params`, those of this device's stage; `head`, the parameters of the loss;
@@ -133,7 +134,7 @@ def _gpipe(line, params, head, inputs, targets):
         y, found = step(params, head, x, _pick(targets, microbatch), line.is_due(microbatch))
         return line.send(y, 1), found
 
-    # In lockstep, idle devices compute: 0 times the gradient of a stage of zeros may be NaN.
+    # No zeros: in lockstep, idle devices compute too, and 0 times a gradient that is NaN is NaN.
     start = jax.tree.map(lambda x: x[0], inputs)
     return lax.scan(tick, start, jnp.arange(line.count + line.stages - 1))[1].sum()
 

@@ -63,7 +63,7 @@ def all_tables(results: Results) -> list[str]:
         f'lengths are interpolated between measured lengths. "{NONE}" means that the layer still '
         "takes more at the longest length at which both were measured. Times are compared in "
         "rounds, in each of which both layers run once; exact attention is timed alone where one "
-        "call takes longer than the time for a program. Bytes are those of arguments, results and "
+        "call takes longer than the time above. Bytes are those of arguments, results and "
         "temporary arrays. The last two columns give the longest sequence, a power of two, whose "
         f"forward pass or training step fits into {results.memory / 1e9:.1f} GB; programs are "
         "compiled for it, but not run."
@@ -83,9 +83,9 @@ def all_tables(results: Results) -> list[str]:
         heading = f"## Costs at {short(length)} tokens, {direction}"
         parts += [heading, costs(results, direction, length)]
     parts += [
-        "Times are medians over these rounds. "
-        '"Times as fast" is the median over rounds of the time of exact attention divided by the '
-        "time of the mechanism. MB are megabytes of temporary arrays. The "
+        'Times are medians over rounds. "Times as fast" is the median over rounds of the time of '
+        "exact attention divided by the time of the mechanism; where exact attention was timed "
+        "alone, it is the quotient of both medians. MB are megabytes of temporary arrays. The "
         "decode state is that of one sequence of this length.",
         "## Bytes moved, and the bound for exact attention",
         moved(results),

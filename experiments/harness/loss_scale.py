@@ -34,7 +34,7 @@ class LossScale:
         return loss * state[0] if self.dynamic else loss
 
     def down(self, loss: jax.Array, state: tuple[jax.Array, ...]) -> jax.Array:
-        """Returns the loss of a scaled loss."""
+        """Returns the unscaled loss."""
         return loss / state[0] if self.dynamic else loss
 
     def update(

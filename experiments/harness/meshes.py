@@ -121,9 +121,11 @@ def _check_stages(mesh: Mesh, options: Options, task: Task) -> None:
             f"{stages} must be left out: this experiment adds the costs of mechanisms to the loss"
         )
     if options.redraw:
-        raise UserError(f"{stages} does not redraw random features; leave out --redraw")
+        raise UserError(f"{stages} cannot be combined with --redraw; leave one of them out")
     if options.experts and mesh.shape["sequence"] > 1:
-        raise UserError(f"{stages} with sequence has no experts; leave out --experts")
+        raise UserError(
+            f"{stages} with sequence cannot be combined with --experts; leave one of them out"
+        )
     _must_divide(mesh, "stage", options.layers, "--layers", "choose another --layers")
 
 

@@ -56,7 +56,7 @@ def _muon_axes(params: Any) -> Any:
 
     Projections to heads are `(D, N, H)`. Projections from heads, named `out`, are `(N, H, D)`. The
     kernels of several experts are `(E, D, F)`, each a matrix of its own. The arrays of stages have
-    one axis more in front, of the stages.
+    an additional leading axis, of the stages.
     """
 
     def axes(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:

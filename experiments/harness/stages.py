@@ -1,7 +1,7 @@
 """Arrays of a model in stages, by the names that they have in the same model without stages.
 
-In a `PipelinedLM` of S stages, an array of stages[i] has an axis of S entries more, one for each
-stage. Entry s is the array of blocks[s * n + i], if a stage has n layers.
+In a `PipelinedLM` of S stages, an array of stages[i] has an additional leading axis of S entries,
+one for each stage. Entry s is the array of blocks[s * n + i], if a stage has n layers.
 """
 
 import re
@@ -39,7 +39,7 @@ def shapes_apart(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def together(like: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays of `apart` by the paths of other leaves."""
+    """Inverse of `apart`: stacks the arrays of layers to those with the paths of `like`."""
     return {
         name: arrays[name] if layers is None else np.stack([arrays[layer] for layer in layers])
         for name, layers in _names(like).items()

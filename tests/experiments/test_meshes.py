@@ -68,8 +68,8 @@ def test_a_mesh_must_divide_the_hidden_features():
     ("changes", "message"),
     [
         ({"layers": 3}, "stage=2 must divide --layers, 3; choose another --layers"),
-        ({"redraw": 2}, "stage=2 does not redraw random features; leave out --redraw"),
-        ({"experts": 4, "mesh": "stage=2,sequence=4"}, "with sequence has no experts; leave out"),
+        ({"redraw": 2}, "stage=2 cannot be combined with --redraw; leave one of them out"),
+        ({"experts": 4, "mesh": "stage=2,sequence=4"}, "sequence cannot be combined with --exp"),
     ],
 )
 def test_stages_must_fit_the_options(changes, message):
