@@ -1,6 +1,7 @@
 """Hyena mixer."""
 
 import dataclasses
+import itertools
 from typing import Any, Unpack
 
 import jax
@@ -109,7 +110,11 @@ class Hyena(CausalMixer):
         # Computed in the program: as constants, these arrays would be as large as the filters.
         number = jnp.arange(self.max_length)
         place = number.astype(wide) / self.max_length
-        of_turn = jnp.outer(number, jnp.arange(1, self.num_harmonics + 1)) % self.max_length
+        # Multiples of the position within a turn; products would overflow in long filters.
+        multiples = itertools.accumulate(
+            [number] * self.num_harmonics, lambda n, one: (n + one) % self.max_length
+        )
+        of_turn = jnp.stack(list(multiples), 1)
         angle = 2 * np.pi * of_turn.astype(wide) / self.max_length
         hidden = jnp.concatenate([place[:, None], jnp.cos(angle), -jnp.sin(angle)], 1)
         for layer, frequency in zip(self.filter_layers, self.frequency[...], strict=True):

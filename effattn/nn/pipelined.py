@@ -84,8 +84,9 @@ class PipelinedLM(TransformerLM):
           tokens: `(M, B, T)` int, from 0 to V - 1; others give NaN.
           targets: arrays `(M, B, T, ...)`.
           loss: `(logits (B, T, V), target (B, T, ...)) -> ()`, a sum over rows and tokens. A device
-            calls it with its rows and its part of the tokens.
-          schedule: "1f1b" or "gpipe".
+            calls it with its rows and its part of the tokens. Arrays that it closes over are
+            constants, without gradients.
+          schedule: "1f1b", or "gpipe", which takes less time for the loss without its gradients.
           routing_loss: loss of the statistics of a layer's experts, which is added for each
             microbatch; without it these losses are left out.
 
@@ -95,12 +96,21 @@ class PipelinedLM(TransformerLM):
             mixer without a form of its own along it; there are too few learned positions.
         """
         mesh = jax.sharding.get_abstract_mesh()
+        self._check_mesh(mesh, tokens.shape[2])
+        self._check_columns(tokens.shape[2])
+        graph, state = nnx.split(self)
+
+        def passed(state, tokens, targets):
+            model = nnx.merge(graph, state)
+            return model._pass(mesh, tokens, targets, loss, schedule, routing_loss)
+
+        # Compiled programs alone place arrays of other devices on the mesh.
+        return jax.jit(passed)(state, tokens, targets)
+
+    def _pass(self, mesh, tokens, targets, loss, schedule, routing_loss):
         graph, (trained, others) = _split(self.stages)
-        stages = len(jax.tree.leaves(trained)[0])
         count, batch, time = tokens.shape
         parts, rows = mesh.shape.get(SEQUENCE, 1), self._rows(mesh, batch)
-        self._check_mesh(mesh, stages, parts, time)
-        self._check_columns(time)
         end_graph, (end_trained, end_others) = _split(self._end())
         # Gathered along `fsdp` once, and not for each microbatch.
         trained, end_trained = (_gathered(each, mesh) for each in (trained, end_trained))
@@ -157,8 +167,10 @@ class PipelinedLM(TransformerLM):
         rows = tuple(name for name in ACTIVATIONS[0] if mesh.shape.get(name, 1) > 1)
         return () if batch % math.prod(mesh.shape[name] for name in rows) else rows
 
-    def _check_mesh(self, mesh, stages, parts, time):
+    def _check_mesh(self, mesh, time):
         """Raises `ValueError` unless the mesh fits the stages, and divides the tokens in parts."""
+        stages = len(jax.tree.leaves(nnx.state(self.stages))[0])
+        parts = mesh.shape.get(SEQUENCE, 1)
         if mesh.shape.get(STAGE) != stages:
             raise ValueError(
                 f"the mesh must have an axis {STAGE!r} of size {stages}, the number of stages; set "

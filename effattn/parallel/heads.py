@@ -44,10 +44,11 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
         part of the rows of a table `(S, N, A)`. Options that are arrays are those that all heads
         share (`segment_ids`, `positions`, `global_mask`, lengths, `query_offset`, `scale`), `sink`,
         `logit_bias`, and the arrays by token or by head that the naive form of the function names.
-        If the function makes random blocks, rotations or decays for each head, a head gets the same
-        ones as in a call with all heads; a `score_mod` gets its index among all heads. Refused are
-        other arrays (such as `bias`, `mask` and `initial_state`), dropout, a `dilation` that
-        differs by head, and second results (`return_residual`, `return_state`).
+        If a function of effattn makes random blocks, rotations or decays for each head, a head gets
+        the same ones as in a call with all heads; within another function, pass them. A `score_mod`
+        gets the index of a head among all heads. Refused are other arrays (such as `bias`, `mask`
+        and `initial_state`), dropout, a `dilation` that differs by head, and second results
+        (`return_residual`, `return_state`).
       axis_name: the mesh axis that divides the tokens.
 
     Returns:
@@ -57,7 +58,7 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
     Raises:
       ValueError: on call, the heads cannot be divided by the devices, or an option is refused.
     """
-    if isinstance(function, nnx.Module):  # mixers call `attend_in_parts`
+    if isinstance(function, nnx.Module) and _is_mixer(function):  # it calls `attend_in_parts`
         return over_parts("exchange_heads", function, axis_name)
     given: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
@@ -99,6 +100,13 @@ def attend_in_parts(
     lengths = {name: parts.sum(x) for name, x in options.items() if name in _LENGTHS}
     with sequence_parts.alone():
         return exchange_heads(function, parts.axis_name)(*inputs, **{**options, **lengths})
+
+
+def _is_mixer(module):
+    """True if a module maps tokens, and not a query, a key and a value."""
+    parameters = inspect.signature(module).parameters.values()
+    of_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len([p for p in parameters if p.kind in of_place and p.default is p.empty]) == 1
 
 
 def _named(function, arrays, options):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from effattn.parallel.mixers import divided
 from experiments.harness.models import Build
 from experiments.harness.programs import Params, Programs
 from experiments.tasks.task import NOTHING, Batch, Scores
@@ -106,7 +107,7 @@ class Distillation(FineTuning):
 
         def of_outputs() -> tuple[jax.Array, jax.Array]:
             errors = [
-                jnp.square(block.mixer(x).astype(jnp.float32) - y).mean(-1)
+                jnp.square(divided(block.mixer, x)(x).astype(jnp.float32) - y).mean(-1)
                 for block, (x, y) in zip(converted.blocks, seen, strict=True)
             ]
             return jnp.stack(errors).mean(0), jnp.zeros(())
@@ -129,7 +130,7 @@ def _recording(mixer: Any, seen: list[tuple[jax.Array, jax.Array]]) -> Callable[
     """Returns a function that calls the mixer, and appends its input and output to a list."""
 
     def mix(x: jax.Array, **options: Any) -> jax.Array:
-        y = mixer(x, **options)
+        y = divided(mixer, x)(x, **options)
         seen.append((x, y))
         return y
 

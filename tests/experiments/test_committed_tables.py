@@ -36,8 +36,10 @@ LEARNT = re.compile("bits/byte|perplexity|loss|error|matches|accuracy")
 SPEEDS = re.compile(r"/s$|per_second|seconds|^step$")
 # Settings are often equal, and say nothing about results.
 SETTINGS = re.compile("^learning[ _]rate$")
-# Several mechanisms may solve a task, or always give the same one of two equally frequent answers.
-EXPECTED = {1.0, 0.5, 0.0, "100.0 %", "50.0 %", "0.0 %"}
+# Several mechanisms may solve a task.
+PERFECT = {1.0, 0.0, "100.0 %", "0.0 %"}
+# Or always give the same one of two equally frequent answers.
+CHANCE, SCORES = {0.5, "50.0 %"}, re.compile("accuracy|held_out")
 FIGURE = re.compile(r"^[-+]?\d[\d.,]*([eE][-+]?\d+)?( ?(±.*|%|×|[kMG]?B|ms|s))?$")
 
 
@@ -87,15 +89,20 @@ def leaves(value, name=""):
         yield name, value
 
 
+def is_expected(name, number):
+    """Returns whether several mechanisms may have this number."""
+    return number in PERFECT or (number in CHANCE and SCORES.search(name) is not None)
+
+
 def repeated(rows):
     """Returns the first two rows with equal numbers; speeds are compared only if nothing else is.
 
-    Rows with fewer than two numbers that are neither settings nor in `EXPECTED` are skipped.
+    Rows with fewer than two numbers that are neither settings nor expected are skipped.
     """
     for (one, first), (other, second) in itertools.combinations(rows, 2):
         named = {name for name in one if not SPEEDS.search(name)} or {*one}
         results = {name for name in named if not SETTINGS.search(name)}
-        telling = {name for name in results if one[name] not in EXPECTED}
+        telling = {name for name in results if not is_expected(name, one[name])}
         if len(telling) > 1 and one.keys() == other.keys():
             if all(one[name] == other[name] for name in named):
                 return first, second

@@ -201,6 +201,31 @@ def test_meshes_that_do_not_fit_are_refused(sizes, changes, message):
 
 
 @pytest.mark.devices
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_arrays_that_a_loss_closes_over_are_constants(schedule):
+    """Gradients of such arrays would be sums in which only the last stage takes part."""
+    _, staged = models(mixer="linear")
+
+    def run(factor):
+        def scaled(logits, targets):
+            return factor * loss(logits, targets)
+
+        return staged.pipelined_loss(*drawn(), scaled, schedule=schedule)
+
+    with jax.set_mesh(parallel.make_mesh(stage=2, data=4)):
+        value, gradient = jax.jit(jax.value_and_grad(run))(2.0)
+    assert value > 0 and gradient == 0
+
+
+@pytest.mark.devices
+def test_without_jit():
+    plain, staged = models()
+    with jax.set_mesh(parallel.make_mesh(stage=2, data=4)):
+        value = staged.pipelined_loss(*drawn(), loss, schedule="gpipe")
+    np.testing.assert_allclose(value, on_one_device(plain)[0], rtol=1e-5)
+
+
+@pytest.mark.devices
 def test_sixteen_bits():
     plain, staged = models(dtype="bfloat16")
     value, *_ = on_stages(staged, {"stage": 2, "data": 4})

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -98,6 +99,22 @@ def test_several_devices_give_what_one_gives(name):
 def test_key_heads_are_repeated_where_there_are_fewer_than_devices(name, key_heads):
     alone, given, run, placed = both(name, key_heads)
     assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
+
+
+class Attend(nnx.Module):
+    def __call__(self, query, key, value):
+        return effattn.dot_product_attention(query, key, value)
+
+
+def test_a_module_of_query_key_and_value_is_a_function_over_heads():
+    run = jax.shard_map(
+        parallel.exchange_heads(Attend(), "sequence"),
+        mesh=parallel.make_mesh(data=2, sequence=4),
+        in_specs=(OF_TOKENS,) * 3,
+        out_specs=OF_TOKENS,
+    )
+    arrays = [numbers(BATCH, TOKENS, HEADS, SIZE) for _ in range(3)]
+    assert_close(jax.jit(run)(*arrays), effattn.dot_product_attention(*arrays), 1e-5)
 
 
 def test_rotations_of_lsh_attention_are_those_of_all_heads():
