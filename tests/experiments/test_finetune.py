@@ -153,7 +153,15 @@ def test_a_killed_distillation_ends_with_the_same_parameters(distillation, tmp_p
 
 
 @pytest.mark.devices
-def test_distillation_on_a_mesh_learns_the_same(batch):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"data": 4, "sequence": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_distillation_on_a_mesh_learns_the_same(batch, sizes):
     def after(steps, devices):
         options = (*OPTIONS, "float32", 0, devices)
         originals = {3: Programs(build, *options).init(30)[0]}
@@ -163,8 +171,7 @@ def test_distillation_on_a_mesh_learns_the_same(batch):
             params, state, loss = programs.step(params, state, RATE, batch)
         return loss, jax.tree.map(np.asarray, params["trained"])
 
-    devices = meshes.Devices({"data": 2, "fsdp": 2, "tensor": 2})
-    loss, trained = after(2, devices)
+    loss, trained = after(2, meshes.Devices(sizes))
     expected, of_one = after(2, meshes.ONE_DEVICE)
     # A divergence of 5e-5 between logits of about 1.
     np.testing.assert_allclose(loss, expected, rtol=1e-3)
