@@ -66,6 +66,58 @@ def chained(
     return own, last
 
 
+def in_turns(
+    name: str,
+    run: Callable[[Any, Any], tuple[Any, Any]],
+    inputs: Any,
+    state: Any,
+    *,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """A recurrence whose next state is no linear function of its state: each device waits.
+
+    Device n runs when device n - 1 has sent the state after its part; meanwhile the others wait.
+    The time is that of one device, the memory that of a part: the backward pass computes the part
+    again, from the states between the parts.
+
+    Args:
+      name: name of the mechanism, a key of `sequence_parts.TAKEN`.
+      run: `(inputs, state before this part) -> (output, state after it)`.
+      inputs: pytree of all arrays that `run` reads, with its parameters.
+      state: pytree, the state before the whole sequence.
+      reverse: whether the sequence is read from its end, so that the last device comes first.
+
+    Returns:
+      The output of this part, and None; outside of `sequence_parts.along` the results of `run`.
+    """
+    parts = sequence_parts.taken(name, "pass_states")
+    # No collective may depend on the turn, such as a sum of gradients of shared parameters.
+    inputs, state = mesh_axes.vary_alike((inputs, state))
+    if parts is None:
+        return run(inputs, state)
+    devices, step = parts.devices, -1 if reverse else 1
+    pairs = [(n, n + step) for n in range(devices) if 0 <= n + step < devices]
+    turn = devices - 1 - parts.index if reverse else parts.index
+    nothing = jax.tree.map(
+        lambda y: mesh_axes.vary_like(jax.tree.leaves(state)[0], jnp.zeros(y.shape, y.dtype)),
+        jax.eval_shape(run, inputs, state)[0],
+    )
+
+    @jax.checkpoint
+    def own(number, inputs, state):
+        return lax.cond(number == turn, run, lambda _, state: (nothing, state), inputs, state)
+
+    def after(carry, number):
+        output, state = carry
+        more, state = own(number, inputs, state)
+        state = jax.tree.map(lambda s: lax.ppermute(s, parts.axis_name, pairs), state)
+        # A sum needs no earlier output in the backward pass.
+        return (jax.tree.map(jnp.add, output, more), state), None
+
+    (output, _), _ = lax.scan(after, (nothing, state), jnp.arange(devices))
+    return output, None
+
+
 def before(
     name: str,
     core: Callable[[Config], Core],

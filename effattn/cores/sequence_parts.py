@@ -37,7 +37,10 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "rwkv4_mixing",
                 "attention_free",
                 "DilatedConvolution",
+                "GRU",
+                "LSTM",
                 "RWKV4ChannelMix",
+                "RecurrentMemoryAttention",
                 "ShortConvolution",
             }
         ),
@@ -75,16 +78,6 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
     }
 )
-_NOT_LINEAR = (
-    "whose next state is not a linear function of its state, so that each device would wait for "
-    "the one before"
-)
-_REASONS = {
-    "GRU": _NOT_LINEAR,
-    "LSTM": _NOT_LINEAR,
-    "RecurrentMemoryAttention": "whose segments read a memory that the segment before wrote",
-    "synthesizer_random": "whose weights are a table of all pairs of positions",
-}
 _INSTEAD = {
     "pass_states": "exchange_heads takes any function over heads, exchange_channels convolutions",
     "exchange_channels": "pass_states takes recurrences, exchange_heads functions over heads",
@@ -158,10 +151,6 @@ def refuse(name: str) -> None:
     parts = current()
     if parts is None:
         return
-    if name in _REASONS:
-        raise ValueError(
-            f"{parts.form} cannot take {name}, {_REASONS[name]}; use one device for it"
-        )
     raise ValueError(
         f"{parts.form} takes {', '.join(sorted(TAKEN[parts.form]))} and their modules, got "
         f"{name}; {_INSTEAD[parts.form]}"
@@ -222,7 +211,8 @@ def with_tokens_before(x: jax.Array, count: int) -> jax.Array:
 def with_neighbours(x: jax.Array, count: int, axis: int) -> jax.Array:
     """x with the `count` tokens before and after it; zeros past the ends of the sequence."""
     parts, tokens = current(), x.shape[axis]
-    assert parts is not None
+    if parts is None:
+        return jnp.pad(x, [(count, count) if n == axis else (0, 0) for n in range(x.ndim)])
     if tokens < count:
         raise ValueError(
             f"each device must have at least the {count} tokens that a token reads on each side, "

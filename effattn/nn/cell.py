@@ -9,6 +9,7 @@ from jax import lax
 
 from effattn.arrays import dtypes
 from effattn.arrays.segments import within
+from effattn.cores import passed_states, sequence_parts
 from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.layers import Layers
@@ -74,25 +75,30 @@ class CellMixer(RecurrentMixer):
         new = valid = None
         if segment_ids is not None:
             ids = jnp.asarray(segment_ids)
-            begins = jnp.ones_like(ids[:, :1], bool)
-            changes = ids[:, 1:] != ids[:, :-1]
-            new = jnp.concatenate([changes, begins] if reverse else [begins, changes], 1).T
+            around = sequence_parts.with_neighbours(ids, 1, 1)
+            new = (ids != around[:, 2:] if reverse else ids != around[:, :-2]).T
         if lengths is not None:
             valid = within(jnp.asarray(lengths), time).T
+        by_time = jnp.moveaxis(x.astype(dtype), 1, 0), new, valid
 
         def where(flags, these, those):
             return jax.tree.map(lambda a, b: jnp.where(flags[:, None], a, b), these, those)
 
-        def step(carry, of_token):
-            token, new, valid = of_token
-            if new is not None:
-                carry = where(new, zeros, carry)
-            after, y = cell(carry, token)
-            return (after if valid is None else where(valid, after, carry)), y
+        def run(inputs, start):
+            cell, by_time = inputs
 
-        by_time = jnp.moveaxis(x.astype(dtype), 1, 0), new, valid
-        carry, y = lax.scan(step, start, by_time, reverse=reverse)
-        return jnp.moveaxis(y, 0, 1).astype(dtype), carry
+            def step(carry, of_token):
+                token, new, valid = of_token
+                if new is not None:
+                    carry = where(new, zeros, carry)
+                after, y = cell(carry, token)
+                return (after if valid is None else where(valid, after, carry)), y
+
+            carry, y = lax.scan(step, start, by_time, reverse=reverse)
+            return jnp.moveaxis(y, 0, 1).astype(dtype), carry
+
+        name = type(self).__name__
+        return passed_states.in_turns(name, run, (cell, by_time), start, reverse=reverse)
 
     def _carry(self, batch, dtype):
         """Zero carry before the first token; `dtype` is at least float32, as in all states."""

@@ -11,6 +11,7 @@ from jax import lax
 
 from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import within
+from effattn.cores import passed_states, sequence_parts
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import bounded, check_bound, new_lengths
 from effattn.nn.array_options import own_copy
@@ -95,6 +96,7 @@ class RecurrentMemoryAttention(CausalMixer):
         """
         x = tokens_of("x", x, self.in_features)
         batch, time, features = x.shape
+        sequence_parts.check_blocks("segments", self.segment_size, time)
         if time % self.segment_size:
             raise ValueError(
                 f"x must have a multiple of segment_size={self.segment_size} tokens, got {time}"
@@ -105,21 +107,24 @@ class RecurrentMemoryAttention(CausalMixer):
         else:
             memory = checks.shaped("memory", memory, (batch, self.num_slots, features))
             memory = lax.stop_gradient(memory) if self.stop_gradient else memory
-        places = jnp.arange(self.segment_size)
-
-        @jax.checkpoint
-        def step(memory, tokens):
-            query, key = (self._turned(p(tokens), places) for p in (self.query, self.key))
-            value = self.value(tokens)
-            y = self._attended(self.query(tokens), query, key, value, memory, places)
-            return self._updated(memory, key, value).astype(memory.dtype), y
-
         number = x.shape[1] // self.segment_size
         segments = x.astype(dtype).reshape(batch, number, self.segment_size, features)
-        last, y = lax.scan(step, memory.astype(dtype), jnp.moveaxis(segments, 1, 0))
+        inputs = self, jnp.moveaxis(segments, 1, 0)
+        y, last = passed_states.in_turns(
+            type(self).__name__, _each_segment, inputs, memory.astype(dtype)
+        )
         return jnp.moveaxis(y, 0, 1).reshape(x.shape), last
 
+    def _segment(self, memory, tokens):
+        """The memory after a segment `(B, S, D)`, and its outputs."""
+        places = jnp.arange(self.segment_size)
+        query, key = (self._turned(p(tokens), places) for p in (self.query, self.key))
+        value = self.value(tokens)
+        y = self._attended(self.query(tokens), query, key, value, memory, places)
+        return self._updated(memory, key, value).astype(memory.dtype), y
+
     def _mix_all(self, x, lengths, segment_ids):
+        sequence_parts.check_blocks("segments", self.segment_size, x.shape[1])
         time = x.shape[1]
         # Causality: the tokens of x do not read the padding at the end.
         whole = jnp.pad(x, ((0, 0), (0, -time % self.segment_size), (0, 0)))
@@ -194,3 +199,10 @@ class RecurrentMemoryAttention(CausalMixer):
 
     def _wide(self, array):
         return dtypes.wide(array.dtype)
+
+
+def _each_segment(inputs, memory):
+    """Outputs of segments `(number, B, S, D)`, and the memory after them."""
+    mixer, segments = inputs
+    last, y = lax.scan(jax.checkpoint(mixer._segment), memory, segments)
+    return y, last

@@ -131,13 +131,11 @@ class Synthesizer(CachedMixer):
         return tokens, own
 
     def _mix_all(self, x, lengths, segment_ids):
-        if self.kind == "random":
-            sequence_parts.refuse("synthesizer_random")
         places = None
         if segment_ids is not None:
             segment_ids = jnp.asarray(segment_ids)
             places = sequence_parts.positions(x.shape[1], segment_ids)
-        elif sequence_parts.current() is not None:
+        elif sequence_parts.current() is not None and self.kind != "random":
             places = sequence_parts.positions(x.shape[1])
         options = {
             "query_seq_lengths": lengths,
@@ -159,7 +157,8 @@ class Synthesizer(CachedMixer):
         def rows(table, places, axis=0):
             array = table[...] if self.trained else jax.lax.stop_gradient(table[...])
             if places is None:
-                return jax.lax.slice_in_dim(array, 0, keys, axis=axis).astype(dtype)
+                every = sequence_parts.all_tokens(keys)
+                return jax.lax.slice_in_dim(array, 0, every, axis=axis).astype(dtype)
             return jnp.take(array, places, axis, mode="clip").astype(dtype)
 
         def attend(hidden, keys):
@@ -189,12 +188,16 @@ class Synthesizer(CachedMixer):
             logits = own["coarse"], own["fine"]
             out = attend_in_parts(factorized_synthesizer_attention, (*logits, value), of_call)
         else:
+            # With the tokens in parts, each device has the rows and columns of all tokens.
             bias = rows(self.table, None, 2)
             if of_queries is None:
-                bias = jax.lax.slice_in_dim(bias, 0, keys, axis=1)
+                bias = jax.lax.slice_in_dim(bias, 0, bias.shape[2], axis=1)
+                own_tokens = keys
             else:
                 bias = jnp.moveaxis(jnp.take(bias, of_queries, 1, mode="clip"), 1, 0)
-            query = jnp.zeros((batch, bias.shape[-2], self.num_heads, 1), dtype)
+                own_tokens = bias.shape[-2]
+            query = jnp.zeros((batch, own_tokens, self.num_heads, 1), dtype)
             key = jnp.zeros((*value.shape[:3], 1), dtype)
-            out = dot_product_attention(query, key, value, bias, **options)
+            options = {**options, "bias": bias}
+            out = attend_in_parts(dot_product_attention, (query, key, value), options)
         return self.out(out)

@@ -25,6 +25,7 @@ _OF_ROWS = frozenset(
     {"key_value_seq_lengths", "lengths", "query_offset", "query_seq_lengths", "scale"}
 )
 _LENGTHS = "query_seq_lengths", "key_value_seq_lengths", "lengths"
+_OF_PAIRS = frozenset({"bias", "mask"})  # (..., N, T, S), whole on each device
 _OF_HEADS = {"logit_bias": 0, "sink": 0}  # shared options (heads, ...), and their axes for one head
 
 
@@ -43,12 +44,12 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
         attention `(query_key, value)` and Synthesizers are such functions too; a device has its
         part of the rows of a table `(S, N, A)`. Options that are arrays are those that all heads
         share (`segment_ids`, `positions`, `global_mask`, lengths, `query_offset`, `scale`), `sink`,
-        `logit_bias`, and the arrays by token or by head that the naive form of the function names.
-        If a function of effattn makes random blocks, rotations or decays for each head, a head gets
-        the same ones as in a call with all heads; within another function, pass them. A `score_mod`
-        gets the index of a head among all heads. Refused are other arrays (such as `bias`, `mask`
-        and `initial_state`), dropout, a `dilation` that differs by head, and second results
-        (`return_residual`, `return_state`).
+        `logit_bias`, a `bias` or `mask` that each device has for all pairs of tokens, and the
+        arrays by token or by head that the naive form of the function names. If a function of
+        effattn makes random blocks, rotations or decays for each head, a head gets the same ones as
+        in a call with all heads; within another function, pass them. A `score_mod` gets the index
+        of a head among all heads. Refused are other arrays (such as `initial_state`), dropout, a
+        `dilation` that differs by head, and second results (`return_residual`, `return_state`).
       axis_name: the mesh axis that divides the tokens.
 
     Returns:
@@ -208,11 +209,14 @@ class _Heads:
                     f"{x.shape}"
                 )
             return self._exchanged(jnp.asarray(x), self.tokens)
+        if name in _OF_PAIRS:
+            x = jnp.asarray(x)
+            return x if x.ndim < 3 or x.shape[-3] == 1 else self._own(x, x.ndim - 3)
         if name in self.per_head:
             # Arrays of a tuple stand for one array with an axis more.
             rank = self.per_head[name] - isinstance(x, tuple | list)
             return jax.tree.map(lambda leaf: self._own(leaf) if leaf.ndim > rank else leaf, x)
-        known = _GATHERED | _OF_ROWS | self.per_token | self.per_head.keys()
+        known = _GATHERED | _OF_ROWS | _OF_PAIRS | self.per_token | self.per_head.keys()
         raise ValueError(
             f"exchange_heads cannot divide the option {name!r}, an array, among devices; for this "
             f"function it takes arrays for {', '.join(sorted(known))}"
@@ -222,13 +226,13 @@ class _Heads:
         x = jnp.asarray(x)
         return lax.all_gather(x, self.axis_name, axis=x.ndim - 1, tiled=True)
 
-    def _own(self, x):
-        """The entries of this device's heads of `(heads, ...)`."""
+    def _own(self, x, axis=0):
+        """The entries of this device's heads, along an axis of heads."""
         x = jnp.asarray(x)
-        if len(x) < self.devices:
-            x = jnp.repeat(x, self.devices // len(x), 0)
-        size = len(x) // self.devices
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis_name) * size, size)
+        if x.shape[axis] < self.devices:
+            x = jnp.repeat(x, self.devices // x.shape[axis], axis)
+        size = x.shape[axis] // self.devices
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis_name) * size, size, axis)
 
     def _with_index(self, score_mod):
         first = lax.axis_index(self.axis_name) * (self.count // self.devices)

@@ -156,7 +156,7 @@ def test_mixers_run_in_their_form():
         "hyena": parallel.exchange_channels,
         "linformer": parallel.share_keys,
         "softmax": parallel.exchange_heads,
-        "gru": None,
+        "gru": parallel.pass_states,
     }
     for name, form in forms.items():
         options = OF_FORMS.get(name, {})

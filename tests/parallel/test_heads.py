@@ -48,6 +48,14 @@ CALLS = {
         functools.partial(effattn.dot_product_attention, is_causal=True, score_mod=by_distance),
         {},
     ),
+    "bias of pairs": (
+        functools.partial(effattn.dot_product_attention, is_causal=True),
+        {"bias": (numbers(HEADS, TOKENS, TOKENS), OF_HEADS)},
+    ),
+    "mask of rows": (
+        effattn.dot_product_attention,
+        {"mask": (numbers(BATCH, 1, TOKENS, TOKENS) > -0.5, P("data"))},
+    ),
     "linear": (functools.partial(effattn.linear_attention, is_causal=True), {}),
     "retention": (effattn.retention, {"log_decay": (-jnp.arange(1.0, 9) / 20, OF_HEADS)}),
     "decays by head": (effattn.retention, {}),
@@ -192,12 +200,15 @@ def fails(message, heads=HEADS, key_heads=HEADS, function=effattn.dot_product_at
 def test_what_cannot_be_exchanged_is_one_sentence():
     fails("the 4 devices of the mesh axis 'sequence' must divide the 2 heads of query", 2, 2)
     fails("key must have a number of heads that divides the 4 devices .* got 6", 12, 6)
-    fails("cannot divide the option 'bias', an array", bias=jnp.zeros((1, 1, TOKENS, TOKENS)))
+    linear = effattn.linear_attention
+    state = jnp.zeros((2, 8, SIZE, SIZE))
+    fails("cannot divide the option 'initial_state'", function=linear, initial_state=state)
     fails("has no dropout, got dropout_rate; leave it out", dropout_rate=0.1)
     fails("has no dropout, got dropout_rng", dropout_rate=0.0, dropout_rng=jax.random.key(0))
     # Arrays of NumPy are arrays too.
-    fails("cannot divide the option 'bias', an array", bias=np.zeros((1, 1, TOKENS, TOKENS)))
-    fails("cannot divide the option 'mask', an array", mask=jnp.ones((1, 1, TOKENS, TOKENS), bool))
+    fails("cannot divide the option 'logit_mask'", logit_mask=np.ones(3))
+    # Each device must have the rows of all tokens.
+    fails("bias", bias=jnp.zeros((HEADS, TOKENS // 4, TOKENS)))
     dilated = functools.partial(effattn.sliding_window_attention, local_window_size=2)
     fails("needs one dilation for all heads", function=dilated, dilation=[1, 2] * 4)
     fails("beta must have shape", function=effattn.delta_rule_attention, beta=jnp.ones((2, 9, 8)))

@@ -37,6 +37,9 @@ STATES = {
     "aft_simple": {},
     "s4d": {"state_size": 4},
     "convolution": {"width": 4, "dilation": 2},
+    "lstm": {},
+    "gru": {},
+    "recurrent_memory": {"segment_size": 4, "num_slots": 2, "rotary": ROTARY},
 }
 CHANNELS = {
     "hyena": {"max_length": TOKENS, "filter_features": 5, "frequency": 1.0},
@@ -77,6 +80,7 @@ HEADS = {
     "synthesizer_factorized": {"max_length": 40},
     "synthesizer_factorized_random": {"max_length": 40},
     "synthesizer_mixture": {"max_length": TOKENS},
+    "synthesizer_random": {"max_length": 40},
 }
 SHARED = {
     "linformer": HEADS["linformer"],
@@ -84,6 +88,7 @@ SHARED = {
     "hierarchical": {"segment_size": 4, "num_summaries": 2, "rotary": ROTARY},
     "nystrom": {"num_landmarks": 4, "is_causal": False},
 }
+OF_DOCUMENTS = [name for name in STATES if "segments" in registry.get(name).capabilities]
 # Documents that end within a device and at its edge, that cover a device, and paddings.
 IDS = np.array(
     [
@@ -140,12 +145,12 @@ def check(name, form, options, **padding):
     assert_close(found[1], right[1], 1e-4)
 
 
-@pytest.mark.parametrize("name", slow_but_for(["convolution"], STATES))
+@pytest.mark.parametrize("name", slow_but_for(["convolution", "recurrent_memory"], STATES))
 def test_mixers_pass_states(name):
     check(name, parallel.pass_states, STATES[name])
 
 
-@pytest.mark.parametrize("name", slow_but_for(["mamba", "rwkv4"], STATES))
+@pytest.mark.parametrize("name", slow_but_for(["mamba", "rwkv4"], [*OF_DOCUMENTS]))
 def test_documents_cross_devices(name):
     check(name, parallel.pass_states, STATES[name], segment_ids=IDS)
 
@@ -164,6 +169,12 @@ def test_layers_that_read_the_last_tokens(build):
     found, right = (program(module, form, **given) for form in (parallel.pass_states, None))
     assert_close(found[0], right[0], 1e-5)
     assert_close(found[1], right[1], 1e-4)
+
+
+@pytest.mark.parametrize("name", slow_but_for(["lstm"], ["lstm", "gru"]))
+@pytest.mark.parametrize("padding", [{"segment_ids": IDS}, {"lengths": LENGTHS}], ids=str)
+def test_cells_in_both_directions(name, padding):
+    check(name, parallel.pass_states, {"is_causal": False}, **padding)
 
 
 @pytest.mark.parametrize("name", slow_but_for([], STATES))
@@ -206,21 +217,16 @@ def test_mixers_share_keys(name):
 @pytest.mark.parametrize(
     ("name", "form", "message"),
     [
-        ("lstm", parallel.pass_states, "cannot take LSTM, whose next state is not a linear"),
-        ("gru", parallel.exchange_channels, "cannot take GRU, whose next state is not a linear"),
+        ("gru", parallel.exchange_channels, "got GRU; pass_states takes recurrences"),
         ("softmax", parallel.pass_states, "got SelfAttention; exchange_heads takes any function"),
         ("convolution_attention", parallel.pass_states, "got ConvolutionAttention; "),
         ("aft_full", parallel.pass_states, "got attention_free with position_bias"),
         ("mamba", parallel.exchange_channels, "got Mamba; pass_states takes recurrences"),
         ("rwkv6", parallel.exchange_heads, "got RWKV6; pass the function of its mechanism"),
-        ("synthesizer_random", parallel.exchange_heads, "whose weights are a table of all pairs"),
     ],
 )
 def test_other_modules_are_refused(name, form, message):
-    options = {
-        "aft_full": {"max_length": TOKENS},
-        "synthesizer_random": {"max_length": TOKENS},
-    }.get(name, {})
+    options = {"max_length": TOKENS} if name == "aft_full" else {}
     with pytest.raises(ValueError, match=message):
         program(made(name, **options), form)
 

@@ -183,16 +183,14 @@ def test_the_other_calls_are_tested_beside():
     for call, names in tested.items():
         assert {name for name in CALLED if CALLED[name] == call} == names
     others = {n for n in CALLED if CALLED[n] == "exchange_heads"} - {*BY_HEADS}
-    assert others == {"convolution_attention"} <= test_modules.HEADS.keys()
+    assert others == {"convolution_attention", "synthesizer_random"} <= test_modules.HEADS.keys()
 
 
 @pytest.mark.parametrize("name", [name for name, call, _ in ROWS if call == "none"])
 @pytest.mark.parametrize("call", [parallel.pass_states, parallel.exchange_channels])
 def test_mechanisms_without_a_call_are_refused(name, call):
     options = {
-        "recurrent_memory": {"segment_size": 4, "num_slots": 2},
         "mixture_of_mechanisms": {"mechanisms": ({"name": "softmax"}, {"name": "linear"})},
-        "synthesizer_random": {"max_length": TOKENS},
     }
     module = test_modules.made(name, **options.get(name, {}))
     with pytest.raises(ValueError, match=f"got {type(module).__name__}; |cannot take"):

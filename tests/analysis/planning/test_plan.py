@@ -147,16 +147,24 @@ def test_layers_divide_a_sequence_each_by_its_form():
     assert forms == {"sequence: exchange_heads", "sequence: pass_states"}
 
 
+MIXTURE = {
+    "name": "mixture_of_mechanisms",
+    "mechanisms": [{"name": "linear"}, {"name": "softmax"}],
+    "gate": "top1",
+    "capacity": 0.25,
+}
+
+
 @pytest.mark.parametrize(
     ("mixer", "words"),
     [
-        ("lstm", "no form of effattn.parallel takes LSTM"),
+        (MIXTURE, "no form of effattn.parallel takes MixtureOfMechanisms"),
         ("softmax", "the 16 devices of the mesh axis 'sequence' must divide the 8 heads of query"),
     ],
 )
 def test_mixers_whose_tokens_each_device_would_gather_are_refused(mixer, words):
     config = dataclasses.replace(MODEL, mixer=mixer, num_kv_heads=None)
-    with pytest.raises(ValueError, match=f"sequence must be 1 for the mixer '{mixer}'.*{words}"):
+    with pytest.raises(ValueError, match=f"sequence must be 1 for the mixer .*{words}"):
         plan(config, None, 128, {"sequence": 16}, "h100", batch=8)
 
 
