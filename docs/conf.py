@@ -1,0 +1,48 @@
+"""Configuration of Sphinx for `make docs`."""
+
+import sys
+from pathlib import Path
+
+import effattn
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+project = "effattn"
+author = "The effattn authors"
+copyright = author
+release = version = effattn.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinxcontrib.katex",
+    "sphinx_design",
+    "extensions.docstrings",
+    "extensions.api_pages",
+    "extensions.mechanism_pages",
+]
+root_doc = "index"
+exclude_patterns = ["_build"]
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "exclude-members": "tree_flatten,tree_unflatten"}
+autosummary_generate = False
+napoleon_use_ivar = True
+
+maximum_signature_line_length = 80
+highlight_language = "none"
+
+# Of KaTeX, the style sheet and the fonts are here, and the extension has the rest.
+katex_css_path = "katex/katex.min.css"
+html_static_path = ["_static"]
+
+html_theme = "sphinx_book_theme"
+html_title = "effattn"

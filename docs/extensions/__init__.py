@@ -1,0 +1,1 @@
+"""Extensions of Sphinx for the site: pages made from the package, and links between files."""

@@ -1,0 +1,90 @@
+"""The reference: a list of names for each public module, and a page for each name."""
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+MODULES = (
+    "effattn",
+    "effattn.nn",
+    "effattn.patterns",
+    "effattn.decode",
+    "effattn.parallel",
+    "effattn.analysis",
+    "effattn.testing",
+    "effattn.registry",
+    "effattn.options",
+)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Writes the pages before Sphinx reads its sources."""
+    app.connect("builder-inited", _write, priority=100)
+    return {"parallel_read_safe": True}
+
+
+def _write(app):
+    folder = Path(app.srcdir, "api")
+    folder.mkdir(exist_ok=True)
+    for module in MODULES:
+        _replace(folder / f"{module}.rst", index_of(module))
+        for name in public_names(module):
+            _replace(folder / f"{module}.{name}.rst", page_of(module, name))
+
+
+def _replace(path, text):
+    """Writes a page that has changed; Sphinx reads unchanged pages only once."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def public_names(module: str) -> list[str]:
+    """Names of functions, classes and constants of a module that users may import."""
+    loaded = importlib.import_module(module)
+    names = getattr(loaded, "__all__", None) or [
+        name
+        for name, value in vars(loaded).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module
+    ]
+    return [n for n in names if not inspect.ismodule(getattr(loaded, n))]
+
+
+def index_of(module: str) -> str:
+    """Page of a module: its docstring, and a table with a link for each name."""
+    names = public_names(module)
+    table = "\n".join(f"   {name}" for name in names)
+    pages = "\n".join(f"   {name} <{module}.{name}>" for name in names)
+    return f"""{_title(module)}
+
+.. automodule:: {module}
+   :no-members:
+
+.. currentmodule:: {module}
+
+.. autosummary::
+   :nosignatures:
+
+{table}
+
+.. toctree::
+   :hidden:
+
+{pages}
+"""
+
+
+def page_of(module: str, name: str) -> str:
+    """Page of a name."""
+    value = getattr(importlib.import_module(module), name)
+    kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
+    return f"""{_title(name)}
+
+.. currentmodule:: {module}
+
+.. auto{kind}:: {name}
+"""
+
+
+def _title(text):
+    return f"``{text}``\n{'=' * (len(text) + 4)}"

@@ -1,0 +1,246 @@
+"""Pages of mechanisms: what the registry, the code and the measurements say, after the own text.
+
+The text of a mechanism is `docs/mechanisms/<name>.md`: its idea, its formula, and differences from
+the paper. Everything else is added to the page here when the site is built.
+"""
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from effattn import registry
+from effattn.advice import about, quality
+from effattn.advice.layers import Layer
+from effattn.registry import Mechanism
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = "mechanisms/"
+COSTS = ROOT / "experiments" / "results" / "efficiency" / "summary.json"
+CODE_LENGTH = 4096
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Adds the generated part to each page as Sphinx reads it."""
+    app.connect("source-read", _add)
+    return {"parallel_read_safe": True}
+
+
+def _add(app, docname, source):
+    name = docname.removeprefix(FOLDER)
+    if docname.startswith(FOLDER) and name in registry.names():
+        source[0] = f"{source[0].rstrip()}\n\n{generated(name)}\n"
+    elif docname == f"{FOLDER}index":
+        source[0] = f"{source[0].rstrip()}\n\n{catalogue()}\n"
+
+
+def catalogue() -> str:
+    """Tables of all mechanisms by family."""
+    entries = [registry.get(name) for name in registry.names()]
+    parts = []
+    for family in dict.fromkeys(entry.family for entry in entries):
+        rows = [
+            (
+                f"[`{entry.name}`]({entry.name}.md)",
+                _causal_or_not(entry),
+                "yes" if "decode" in entry.capabilities else "no",
+                entry.complexity,
+                entry.paper,
+            )
+            for entry in entries
+            if entry.family == family
+        ]
+        headings = "mechanism", "direction", "decodes", "time", "paper"
+        parts += [f"## {family.capitalize()}", _table(headings, rows)]
+    pages = "\n".join(sorted(entry.name for entry in entries))
+    toctree = f"```{{toctree}}\n:hidden:\n\n{pages}\n```"
+    return "\n\n".join([*parts, toctree])
+
+
+def generated(name: str) -> str:
+    """The generated part of the page of a mechanism, in Markdown."""
+    entry = registry.get(name)
+    sections = {
+        "In short": _facts(entry),
+        "As code": _code(entry),
+        "Options": _options(entry),
+        "Where it runs": _implementations(entry),
+        "What the tests guarantee": _capabilities(entry),
+        "Measured": _measured(entry),
+    }
+    return "\n\n".join(f"## {title}\n\n{body}" for title, body in sections.items() if body)
+
+
+def _facts(entry: Mechanism) -> str:
+    facts = about.facts_of(entry)
+    facts["time"], facts["memory"] = facts["time"].split("; memory: ")
+    layer = facts["layer"].rpartition(".")
+    facts["layer"] = f"{{py:class}}`{layer[2]} <{facts['layer']}>`"
+    if "function" in facts:
+        facts["function"] = f"{{py:func}}`{facts['function']}`"
+    source = facts["source"]
+    facts["source"] = f"[`{source}`](../_modules/{source.replace('.', '/')}.html)"
+    order = "family", "kind", "direction", "time", "memory", "drawbacks"
+    order += "function", "layer", "source", "paper"
+    rows = [(f"**{name}**", facts[name]) for name in order if name in facts]
+    return _table(("", ""), rows)
+
+
+def _code(entry: Mechanism) -> str:
+    parts = []
+    if formula := about.formula(entry):
+        parts += ["The formula, for one head or one example:", _python(formula)]
+    if entry.function is not None:
+        parts += ["The same for all heads and examples, in its fast form:", _python(_call(entry))]
+    is_causal = "causal" in entry.capabilities
+    layer = Layer(entry, {}, 8, 64, is_causal)
+    code = layer.code(CODE_LENGTH, is_causal and "decode" in entry.capabilities)
+    return "\n\n".join([*parts, "As a layer of a Flax model:", _python(code)])
+
+
+def _call(entry: Mechanism) -> str:
+    """A call of the function with the arguments that it needs."""
+    function: Any = entry.function
+    arguments = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            given = entry.options.get(name, parameter.default) if entry.takes_heads else None
+            if parameter.default is parameter.empty:
+                shown = name if given in (parameter.empty, None) else repr(given)
+                arguments.append(f"{name}={shown}")
+        elif parameter.default is parameter.empty:
+            arguments.append(name)
+    if "is_causal" in inspect.signature(function).parameters:
+        arguments.append("is_causal=True")
+    line = f"y = effattn.{function.__name__}({', '.join(arguments)})"
+    if len(line) > 88:
+        inside = "".join(f"    {each},\n" for each in arguments)
+        line = f"y = effattn.{function.__name__}(\n{inside})"
+    return line
+
+
+def _options(entry: Mechanism) -> str:
+    """Tables of own options; those that many mechanisms share are named."""
+    parts = []
+    for name, listed in about.options_of(entry).items():
+        of_function = name != entry.mixer
+        shared = [o.name for o in listed if of_function and about.is_shared(o.name)]
+        own = [o for o in listed if o.name not in shared]
+        rows = [
+            (f"`{o.name}`", "required" if o.default is None else f"`{o.default}`", o.text)
+            for o in own
+        ]
+        kind = "func" if of_function else "class"
+        lines = [f"Of {{py:{kind}}}`{name}`:"]
+        if rows:
+            lines.append(_table(("option", "default", "meaning"), rows))
+        if shared:
+            names = ", ".join(f"`{option.name}`" for option in shared)
+            lines.append(
+                f"Shared with other mechanisms: {names}; see [options](../api/effattn.options)."
+            )
+        if len(lines) > 1:
+            parts.append("\n\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _implementations(entry: Mechanism) -> str:
+    return "\n".join(f"- {line}" for line in about.implementations(entry))
+
+
+def _capabilities(entry: Mechanism) -> str:
+    known = registry.CAPABILITIES.items()
+    has = [f"- {name}: {meaning}" for name, meaning in known if name in entry.capabilities]
+    lacks = [
+        f"- {name}: {entry.reasons.get(name) or meaning}"
+        for name, meaning in known
+        if name not in entry.capabilities
+    ]
+    parts = ["Each of these has tests that every mechanism with it must pass:", "\n".join(has)]
+    if lacks:
+        parts += ["It lacks, and refuses as an argument:", "\n".join(lacks)]
+    return "\n\n".join(parts)
+
+
+def _measured(entry: Mechanism) -> str:
+    parts = []
+    if rows := cost_rows(entry.name):
+        environment = _costs()["config"]["environment"]
+        headings = (
+            "direction",
+            "tokens",
+            "forward",
+            "training step",
+            "memory of a step",
+        )
+        parts += [
+            "Time of one layer as a multiple of that of exact attention, measured beside it (above "
+            "1 is slower), and the memory of temporary arrays in a training step:",
+            _table(headings, rows),
+            f"Measured on {environment['cores']} cores of a CPU with jax {environment['jax']}: "
+            "[all numbers](../report.md#efficiency).",
+        ]
+    scores = [
+        (
+            f"[{each.task}](../report.md#{each.task})",
+            "causal" if each.is_causal else "bidirectional",
+            f"{each.relative:.2f}",
+        )
+        for each in quality.read()
+        if each.mechanism == entry.name
+    ]
+    if scores:
+        parts += [
+            "Quality as a multiple of that of softmax attention (more is better):",
+            _table(("task", "direction", "score"), scores),
+        ]
+    return "\n\n".join(parts)
+
+
+def _costs() -> Mapping[str, Any]:
+    return json.loads(COSTS.read_text(encoding="utf-8"))
+
+
+def cost_rows(name: str) -> list[tuple[str, ...]]:
+    """Rows of the table of measured costs, for each direction and length."""
+    rows = []
+    for layer in _costs()["layers"]:
+        passes = layer["passes"]
+        step = passes["step"]
+        if layer["mechanism"] == name and "temporary_bytes" in step:
+            rows.append(
+                (
+                    layer["direction"],
+                    f"{layer['length']:,}",
+                    _times(passes["forward"]),
+                    _times(step),
+                    f"{step['temporary_bytes'] / 1e6:,.0f} MB",
+                )
+            )
+    return rows
+
+
+def _times(found):
+    """Time relative to exact attention; its seconds where exact attention was not timed."""
+    if found.get("ratio"):
+        return f"{1 / found['ratio']:.3g}"
+    return f"{found['seconds']:.3g} s" if "seconds" in found else "-"
+
+
+def _causal_or_not(entry):
+    return " and ".join(d for d in ("causal", "bidirectional") if d in entry.capabilities)
+
+
+def _python(code):
+    return f"```python\n{code.rstrip()}\n```"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text):
+    return text.replace("|", "\\|").replace("\n", " ")
