@@ -19,7 +19,7 @@ pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo mlm seq2seq recall states lra classify efficiency scaling compress adaptive report gallery test test-slow test-all test-gpu bench bench-gpu docs lint format clean
+.PHONY: help demo mlm seq2seq recall states lra classify efficiency scaling compress adaptive report gallery test test-slow test-all test-gpu bench bench-gpu docs release lint format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
@@ -82,9 +82,14 @@ bench-gpu: ## measure kernels beside other libraries on a CUDA GPU, in eight min
 	$(setup) analysis,gpu
 	$(python) -m benchmarks.gpu $(ARGS)
 
-docs: ## write the reference of all public names to docs/api
+docs: ## build the site in docs/_build/html
 	$(setup) docs
-	$(python) -m pdoc --docformat google -o docs/api effattn
+	$(python) -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
+	@echo 'open docs/_build/html/index.html'
+
+release: ## build the distributions, check them, and install them in clean environments
+	$(setup) dev,experiments
+	scripts/check_release.sh $(python)
 
 lint: ## check style, format, imports, types, spelling and prose
 	$(setup) dev,experiments
@@ -101,5 +106,5 @@ format: ## fix style and format
 	$(python) -m ruff format
 
 clean: ## remove the environment, builds and caches, but no results
-	rm -rf .venv build dist docs/api .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist docs/_build docs/api docs/copied docs/gallery .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

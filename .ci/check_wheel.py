@@ -48,7 +48,9 @@ def main():
     # In a new interpreter, isolated from this directory.
     loaded = (
         f"import sys, effattn; print([m for m in {LAZY!r} if m in sys.modules]); "
-        "print(effattn.__file__); import effattn.nn, effattn.decode"
+        "print(effattn.__file__); import effattn.nn, effattn.decode; "
+        "import jax.numpy as jnp; x = jnp.ones((1, 5, 2, 4)); "
+        "assert effattn.dot_product_attention(x, x, x, is_causal=True).shape == x.shape"
     )
     result = subprocess.run([sys.executable, "-I", "-c", loaded], text=True, capture_output=True)
     check(result.returncode == 0, f"effattn does not import:\n{result.stderr}")

@@ -8,6 +8,8 @@ import effattn
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from extensions import inventories  # noqa: E402
+
 project = "effattn"
 author = "The effattn authors"
 copyright = author
@@ -24,8 +26,11 @@ extensions = [
     "sphinx_design",
     "extensions.docstrings",
     "extensions.api_pages",
+    "extensions.generated_tables",
     "extensions.mechanism_pages",
+    "extensions.repository_links",
 ]
+intersphinx_mapping = inventories.written(HERE / "_build" / "inventories")
 root_doc = "index"
 exclude_patterns = ["_build"]
 nb_execution_mode = "off"
@@ -43,6 +48,7 @@ highlight_language = "none"
 # Of KaTeX, the style sheet and the fonts are here, and the extension has the rest.
 katex_css_path = "katex/katex.min.css"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 html_theme = "sphinx_book_theme"
 html_title = "effattn"

@@ -286,7 +286,7 @@ def names(capability: str | None = None) -> tuple[str, ...]:
 
 
 def table() -> str:
-    """Markdown table of all mechanisms, as in the README."""
+    """Markdown table of all mechanisms."""
     lines = ["| name | family | time | causal | paper |", "| --- | --- | --- | --- | --- |"]
     for entry in _MECHANISMS.values():
         directions = [d for d in ("causal", "bidirectional") if d in entry.capabilities]

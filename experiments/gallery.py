@@ -1,4 +1,4 @@
-"""Pictures of `docs/analysis.md`: patterns, mechanisms, receptive fields and attention weights.
+"""Pictures of the documentation: patterns, mechanisms, receptive fields, attention weights, costs.
 
 `python -m experiments.gallery` writes the pictures to `docs/images/`, or to `--output`. For the
 attention weights it trains four small models, in about a minute on two cores.
@@ -7,6 +7,7 @@ attention weights it trains four small models, in about a minute on two cores.
 import dataclasses
 import functools
 import io
+import json
 import math
 import os
 import sys
@@ -50,13 +51,18 @@ from effattn.patterns import (
     longformer,
     sparse_transformer,
 )
+from experiments.costs import figures
 from experiments.harness import optimisers, outcome, programs
 from experiments.harness.errors import UserError
 from experiments.harness.schedules import Schedule
 from experiments.tasks import corpora, tokenizers
 from experiments.tasks.text import NextToken
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+COSTS = ROOT / "experiments" / "results" / "efficiency" / "summary.json"
+# Mechanisms of the picture of costs.
+COMPARED = "softmax", "sliding_window", "bigbird", "linear", "gated_linear", "mamba2", "hyena"
 LENGTH = 64
 COLUMNS = 5
 DPI = 150
@@ -150,7 +156,7 @@ STEPS = 400
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Draws the pictures of docs/analysis.md."""
+    """Draws the pictures of the documentation."""
 
     output: Path = IMAGES  # folder for the pictures
 
@@ -229,6 +235,33 @@ def draw_trained(path: Path) -> None:
     save(figure, path)
 
 
+def draw_costs(path: Path) -> None:
+    """Writes a picture of the measured time of a training step, and of the size of a state."""
+    layers = json.loads(COSTS.read_text(encoding="utf-8"))["layers"]
+    seconds: dict[str, figures.Line] = {}
+    sizes: dict[str, figures.Line] = {}
+    for name in COMPARED:
+        known = [e for e in layers if (e["mechanism"], e["direction"]) == (name, "causal")]
+        timed = [e for e in known if "seconds" in e["passes"]["step"]]
+        seconds[name] = (
+            [e["length"] for e in timed],
+            [e["passes"]["step"]["seconds"] for e in timed],
+        )
+        sizes[name] = [e["length"] for e in known], [e["state_bytes"] for e in known]
+    states = figures.Quantity("decode state (MB)", 1e6)
+    panels = (figures.Quantity("training step (ms)", 1e-3), seconds), (states, sizes)
+    figures.draw_side_by_side(path, "One causal layer on two CPU cores", panels, "softmax")
+    print(f"wrote {path}", flush=True)
+
+
+def draw_alone(folder: Path, entry: registry.Mechanism) -> None:
+    """Writes the picture of a mechanism to a file of its name."""
+    figure, ax = plt.subplots(figsize=(3, 3), layout="constrained")
+    analysis.draw(entry.name, LENGTH, ax=ax, **small_options(entry))
+    ax.set_title("")
+    save(figure, folder / f"{entry.name}.png")
+
+
 def save(figure: Any, path: Path) -> None:
     """Writes a figure in 256 colours, which takes a third of the size of full colours."""
     drawn = io.BytesIO()
@@ -241,7 +274,7 @@ def save(figure: Any, path: Path) -> None:
 def write_pictures(folder: Path) -> None:
     """Writes all pictures."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "mechanisms").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write the output folder {folder}: {error.strerror}") from None
     patterns = [
@@ -256,6 +289,9 @@ def write_pictures(folder: Path) -> None:
         for entry in entries
     ]
     draw_all(folder / "mechanisms.png", mechanisms)
+    for entry in entries:
+        draw_alone(folder / "mechanisms", entry)
+    draw_costs(folder / "costs.png")
     figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
     analysis.draw_receptive_field(REACHING, 8, 256, ax=ax)
     save(figure, folder / "receptive_field.png")

@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -126,11 +127,15 @@ def test_the_table_has_a_row_for_each(scratch):
     )
 
 
-def test_the_readme_shows_the_table():
-    readme = pathlib.Path(effattn.__file__).parents[1] / "README.md"
+def test_the_readme_links_to_a_page_of_each_mechanism():
+    root = pathlib.Path(effattn.__file__).parents[1]
+    readme = root / "README.md"
     if not readme.exists():
         pytest.skip("installed without its README")
-    assert registry.table() in readme.read_text()
+    linked = re.findall(r"\[`(\w+)`\]\(docs/mechanisms/(\w+)\.md\)", readme.read_text())
+    assert sorted(linked) == sorted((name, name) for name in registry.names())
+    pages = {path.stem for path in (root / "docs" / "mechanisms").glob("*.md")} - {"index"}
+    assert pages == {*registry.names()}
 
 
 def test_importing_it_imports_no_flax():

@@ -27,6 +27,7 @@ def setup(app: Any) -> dict[str, bool]:
 def _write(app):
     folder = Path(app.srcdir, "api")
     folder.mkdir(exist_ok=True)
+    _replace(folder / "index.rst", overview())
     for module in MODULES:
         _replace(folder / f"{module}.rst", index_of(module))
         for name in public_names(module):
@@ -48,6 +49,19 @@ def public_names(module: str) -> list[str]:
         if not name.startswith("_") and getattr(value, "__module__", None) == module
     ]
     return [n for n in names if not inspect.ismodule(getattr(loaded, n))]
+
+
+def overview() -> str:
+    """Page of all modules."""
+    modules = "\n".join(f"   {module}" for module in MODULES)
+    return f"""Reference
+=========
+
+.. toctree::
+   :titlesonly:
+
+{modules}
+"""
 
 
 def index_of(module: str) -> str:

@@ -5,8 +5,6 @@ the paper. Everything else is added to the page here when the site is built.
 """
 
 import inspect
-import json
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,11 @@ from effattn import registry
 from effattn.advice import about, quality
 from effattn.advice.layers import Layer
 from effattn.registry import Mechanism
+from extensions import measurements
+from extensions.markdown import python, table
 
-ROOT = Path(__file__).resolve().parents[2]
+DOCS = Path(__file__).resolve().parents[1]
 FOLDER = "mechanisms/"
-COSTS = ROOT / "experiments" / "results" / "efficiency" / "summary.json"
 CODE_LENGTH = 4096
 
 
@@ -52,7 +51,7 @@ def catalogue() -> str:
             if entry.family == family
         ]
         headings = "mechanism", "direction", "decodes", "time", "paper"
-        parts += [f"## {family.capitalize()}", _table(headings, rows)]
+        parts += [f"## {family.capitalize()}", table(headings, rows)]
     pages = "\n".join(sorted(entry.name for entry in entries))
     toctree = f"```{{toctree}}\n:hidden:\n\n{pages}\n```"
     return "\n\n".join([*parts, toctree])
@@ -63,6 +62,7 @@ def generated(name: str) -> str:
     entry = registry.get(name)
     sections = {
         "In short": _facts(entry),
+        "Picture": _picture(entry),
         "As code": _code(entry),
         "Options": _options(entry),
         "Where it runs": _implementations(entry),
@@ -80,23 +80,34 @@ def _facts(entry: Mechanism) -> str:
     if "function" in facts:
         facts["function"] = f"{{py:func}}`{facts['function']}`"
     source = facts["source"]
-    facts["source"] = f"[`{source}`](../_modules/{source.replace('.', '/')}.html)"
+    facts["source"] = f"[`{source}`](../../{source.replace('.', '/')}.py)"
     order = "family", "kind", "direction", "time", "memory", "drawbacks"
     order += "function", "layer", "source", "paper"
     rows = [(f"**{name}**", facts[name]) for name in order if name in facts]
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
+
+
+def _picture(entry: Mechanism) -> str:
+    """Attention weights of a small example, which `make gallery` draws."""
+    path = f"images/mechanisms/{entry.name}.png"
+    if not (DOCS / path).exists():
+        return ""
+    return (
+        f"![Attention weights by query and key](../{path})\n\nAttention weights of 64 tokens with "
+        "small options; the darker, the larger. [How it is drawn](../analysis.md)."
+    )
 
 
 def _code(entry: Mechanism) -> str:
     parts = []
     if formula := about.formula(entry):
-        parts += ["The formula, for one head or one example:", _python(formula)]
+        parts += ["The formula, for one head or one example:", python(formula)]
     if entry.function is not None:
-        parts += ["The same for all heads and examples, in its fast form:", _python(_call(entry))]
+        parts += ["The same for all heads and examples, in its fast form:", python(_call(entry))]
     is_causal = "causal" in entry.capabilities
     layer = Layer(entry, {}, 8, 64, is_causal)
     code = layer.code(CODE_LENGTH, is_causal and "decode" in entry.capabilities)
-    return "\n\n".join([*parts, "As a layer of a Flax model:", _python(code)])
+    return "\n\n".join([*parts, "As a layer of a Flax model:", python(code)])
 
 
 def _call(entry: Mechanism) -> str:
@@ -134,12 +145,10 @@ def _options(entry: Mechanism) -> str:
         kind = "func" if of_function else "class"
         lines = [f"Of {{py:{kind}}}`{name}`:"]
         if rows:
-            lines.append(_table(("option", "default", "meaning"), rows))
+            lines.append(table(("option", "default", "meaning"), rows))
         if shared:
-            names = ", ".join(f"`{option.name}`" for option in shared)
-            lines.append(
-                f"Shared with other mechanisms: {names}; see [options](../api/effattn.options)."
-            )
+            names = ", ".join(f"`{name}`" for name in shared)
+            lines.append(f"Shared [options](../api/effattn.options.rst): {names}.")
         if len(lines) > 1:
             parts.append("\n\n".join(lines))
     return "\n\n".join(parts)
@@ -166,7 +175,6 @@ def _capabilities(entry: Mechanism) -> str:
 def _measured(entry: Mechanism) -> str:
     parts = []
     if rows := cost_rows(entry.name):
-        environment = _costs()["config"]["environment"]
         headings = (
             "direction",
             "tokens",
@@ -177,9 +185,8 @@ def _measured(entry: Mechanism) -> str:
         parts += [
             "Time of one layer as a multiple of that of exact attention, measured beside it (above "
             "1 is slower), and the memory of temporary arrays in a training step:",
-            _table(headings, rows),
-            f"Measured on {environment['cores']} cores of a CPU with jax {environment['jax']}: "
-            "[all numbers](../report.md#efficiency).",
+            table(headings, rows),
+            f"Measured on {measurements.machine()}: [all numbers](../report.md#efficiency).",
         ]
     scores = [
         (
@@ -193,22 +200,18 @@ def _measured(entry: Mechanism) -> str:
     if scores:
         parts += [
             "Quality as a multiple of that of softmax attention (more is better):",
-            _table(("task", "direction", "score"), scores),
+            table(("task", "direction", "score"), scores),
         ]
     return "\n\n".join(parts)
-
-
-def _costs() -> Mapping[str, Any]:
-    return json.loads(COSTS.read_text(encoding="utf-8"))
 
 
 def cost_rows(name: str) -> list[tuple[str, ...]]:
     """Rows of the table of measured costs, for each direction and length."""
     rows = []
-    for layer in _costs()["layers"]:
+    for layer in measurements.layers(mechanism=name):
         passes = layer["passes"]
         step = passes["step"]
-        if layer["mechanism"] == name and "temporary_bytes" in step:
+        if "temporary_bytes" in step:
             rows.append(
                 (
                     layer["direction"],
@@ -218,29 +221,15 @@ def cost_rows(name: str) -> list[tuple[str, ...]]:
                     f"{step['temporary_bytes'] / 1e6:,.0f} MB",
                 )
             )
-    return rows
+    return sorted(rows, key=lambda row: row[0], reverse=True)
 
 
 def _times(found):
     """Time relative to exact attention; its seconds where exact attention was not timed."""
-    if found.get("ratio"):
-        return f"{1 / found['ratio']:.3g}"
+    if (times := measurements.times(found)) is not None:
+        return f"{times:.3g}"
     return f"{found['seconds']:.3g} s" if "seconds" in found else "-"
 
 
 def _causal_or_not(entry):
     return " and ".join(d for d in ("causal", "bidirectional") if d in entry.capabilities)
-
-
-def _python(code):
-    return f"```python\n{code.rstrip()}\n```"
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(text):
-    return text.replace("|", "\\|").replace("\n", " ")

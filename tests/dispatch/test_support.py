@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import pathlib
-import re
 from typing import NamedTuple
 
 import jax
@@ -210,14 +208,3 @@ def test_the_table_is_the_same_however_jax_is_configured(configured):
 def test_all_mechanisms_that_take_an_implementation_are_in_the_table():
     listed = {row.mechanism for row in effattn.support()}
     assert listed - {"paged_attention"} == set(filter(takes_implementation, registry.names()))
-
-
-def test_the_readme_shows_rows_of_the_table():
-    readme = pathlib.Path(effattn.__file__).parents[1] / "README.md"
-    if not readme.exists():
-        pytest.skip("installed without its README")
-    (shown,) = re.findall(
-        r"^\| mechanism \| implementation .*\n(?:\|.*\n)+", readme.read_text(), re.M
-    )
-    (name,) = set(re.findall(r"^\| `(\w+)` ", shown, re.M))
-    assert shown.strip() == str(effattn.support(name))
