@@ -5,9 +5,13 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from sphinx.util import logging
+
+_LOG = logging.getLogger(__name__)
 MODULES = (
     "effattn",
     "effattn.nn",
+    "effattn.naive",
     "effattn.patterns",
     "effattn.decode",
     "effattn.parallel",
@@ -31,7 +35,10 @@ def _write(app):
     for module in MODULES:
         _replace(folder / f"{module}.rst", index_of(module))
         for name in public_names(module):
-            _replace(folder / f"{module}.{name}.rst", page_of(module, name))
+            page = f"{module}.{name}"
+            _replace(folder / f"{page}.rst", page_of(module, name))
+            if not has_text(module, name):
+                _LOG.warning("%s has no docstring", page, location=f"api/{page}")
 
 
 def _replace(path, text):
@@ -62,6 +69,12 @@ def overview() -> str:
 
 {modules}
 """
+
+
+def has_text(module: str, name: str) -> bool:
+    """Whether a function or class has a docstring; other values cannot have one."""
+    value = getattr(importlib.import_module(module), name)
+    return not callable(value) or bool(inspect.getdoc(value))
 
 
 def index_of(module: str) -> str:
