@@ -7,8 +7,9 @@ from typing import Any
 import effattn
 from effattn import registry
 from effattn.advice import facts
-from extensions import measurements
-from extensions.markdown import table
+
+from . import measurements
+from .markdown import table
 
 _PLACE = re.compile(r"^<!-- table: (.+) -->$", re.M)
 LENGTHS = 1024, 4096, 16384

@@ -12,8 +12,9 @@ from effattn import registry
 from effattn.advice import about, quality
 from effattn.advice.layers import Layer
 from effattn.registry import Mechanism
-from extensions import measurements
-from extensions.markdown import python, table
+
+from . import measurements
+from .markdown import python, table
 
 DOCS = Path(__file__).resolve().parents[1]
 FOLDER = "mechanisms/"
@@ -79,12 +80,16 @@ def _facts(entry: Mechanism) -> str:
     facts["layer"] = f"{{py:class}}`{layer[2]} <{facts['layer']}>`"
     if "function" in facts:
         facts["function"] = f"{{py:func}}`{facts['function']}`"
-    source = facts["source"]
-    facts["source"] = f"[`{source}`](../../{source.replace('.', '/')}.py)"
+    facts["source"] = f"[`{facts['source']}`](../../{source(entry)})"
     order = "family", "kind", "direction", "time", "memory", "drawbacks"
     order += "function", "layer", "source", "paper"
     rows = [(f"**{name}**", facts[name]) for name in order if name in facts]
     return table(("", ""), rows)
+
+
+def source(entry: Mechanism) -> str:
+    """The file that has the formula of a mechanism."""
+    return f"{about.module_of(entry).replace('.', '/')}.py"
 
 
 def _picture(entry: Mechanism) -> str:

@@ -62,7 +62,8 @@ def formula(entry: Mechanism) -> str:
     if naive is None:
         return ""
     module = sys.modules[naive.__module__]
-    function = getattr(module, naive.__name__, naive)
+    # A variant, such as one with a window, has another name.
+    function = getattr(module, "naive", None) or getattr(module, naive.__name__, naive)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     helpers = [getattr(module, name, None) for name in names]
     own = [h for h in helpers if inspect.isfunction(h) and h.__module__ == module.__name__]
