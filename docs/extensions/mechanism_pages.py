@@ -136,7 +136,7 @@ def _options(entry: Mechanism) -> str:
         if rows:
             lines.append(_table(("option", "default", "meaning"), rows))
         if shared:
-            names = ", ".join(f"`{option.name}`" for option in shared)
+            names = ", ".join(f"`{each}`" for each in shared)
             lines.append(
                 f"Shared with other mechanisms: {names}; see [options](../api/effattn.options)."
             )
