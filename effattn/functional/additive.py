@@ -31,7 +31,7 @@ class Options(
 
 
 def naive(query, key, value, pairs, *, query_kernel, key_kernel, score):
-    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`; W_q, W_k `(H, A)` and v `(A,)`."""
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`; W_q, W_k `(H, A)`; v_a `(A,)`."""
     of_query, of_key = projected(query, query_kernel), projected(key, key_kernel)
     hidden = jnp.tanh(of_query[:, None] + of_key)  # (T, S, A)
     weights, lse = pairs.softmax(hidden @ score)
@@ -53,7 +53,7 @@ def additive_attention(
 ) -> Any:
     r"""Additive attention (Bahdanau, Cho and Bengio 2014, "Neural Machine Translation").
 
-        out_t = sum_s softmax_s(v . tanh(W_q q_t + W_k k_s)) v_s
+        out_t = sum_s softmax_s(v_a . tanh(W_q^T q_t + W_k^T k_s)) v_s
 
     for each query head, with separate parameters. Computed in tiles: the hidden activations of all
     pairs are never in memory at once. Time is O(T S (A + Hv)), memory O(T + S), forward and
@@ -66,8 +66,8 @@ def additive_attention(
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
       query_kernel: W_q, `(N, H, A)`.
       key_kernel: W_k, `(N, H, A)`.
-      score: v, `(N, A)`.
-      **options: direction, offset, window, padding, packing, dropout, log-sum-exp, tiles, tiles and
+      score: v_a, `(N, A)`.
+      **options: direction, offset, window, padding, packing, dropout, log-sum-exp, tiles and
         execution: see `effattn.options`.
 
     Returns:

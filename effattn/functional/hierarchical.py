@@ -121,7 +121,7 @@ def hierarchical_attention(
       num_levels: L, 1 or more. Levels with units longer than the sequence have no effect.
       num_summaries: r, pieces of a unit, 1 or more.
       summary_query: c, `(K, H)`, for learned summaries; zeros or None give means.
-      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp, tiles, tiles and
+      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp, tiles and
         execution: see `effattn.options`. Padded keys are in no summary. The soft cap applies before
         log n is added. Dropout drops the weight of a summary where exact attention would drop the
         weight of the summary's last token. With `num_levels=1`, kernels for GPUs and TPUs

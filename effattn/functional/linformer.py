@@ -71,7 +71,7 @@ def linformer_attention(
       key_projection: E, `(r, L)`, or `(K, r, L)` with one matrix for each key head. L is the
         maximum key length; token s uses column s.
       value_projection: F, as key_projection, with the same r.
-      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp, tiles, tiles and
+      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp, tiles and
         execution: see `effattn.options`. `is_causal` must be False. Padded keys are in no projected
         row, and an example without keys gives zeros. Dropout, log-sum-exp and tiles are over
         projected rows.

@@ -142,7 +142,7 @@ def long_short_attention(
       slot_scores: Z, broadcastable to `(*B, T, K, r)`; given instead of `projection`.
       window_norm: scale and bias of a layer norm, `(K, H)` each, with Hv == H; None for none.
       slot_norm: scale and bias of the layer norm of slots, likewise.
-      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp, tiles, tiles and
+      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp, tiles and
         execution: see `effattn.options`. Padded keys are in no slot; without keys there are no
         slots. For dropout, slots count as further tokens.
 

@@ -43,8 +43,7 @@ def squared_relu_attention(
       value: `(*B, S, K, Hv)`.
       bias: added to the logits, broadcastable to `(*B, N, T, S)`.
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
-      divisor: n; default S, as in the paper. Pass a number if calls of different lengths must
-        agree, as in decoding.
+      divisor: n; default S. Pass a number if calls of different lengths must agree, as in decoding.
       **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, dropout,
         tiles and execution: see `effattn.options`. The soft cap and `score_mod` apply before
         the ReLU.

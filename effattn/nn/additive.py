@@ -17,7 +17,7 @@ _OWN = ("key_kernel", "query_kernel", "score")
 
 
 class _Scores(Module):
-    """Weights of the score network: W_q and W_k `(N, H, A)` and v `(N, A)`."""
+    """Weights of the score network: W_q and W_k `(N, H, A)` and v_a `(N, A)`."""
 
     def __init__(self, num_heads: int, head_dim: int, hidden_dim: int | None, make: Layers):
         hidden = head_dim if hidden_dim is None else hidden_dim
