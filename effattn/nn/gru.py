@@ -10,7 +10,7 @@ class GRU(CellMixer):
     """One layer of gated recurrent units (Cho et al. 2014).
 
         r, z = sigmoid(x_t W + h_(t-1) R + b)
-        n = tanh(x_t W + b + r (h_(t-1) R + b'));   h_t = (1 - z) n + z h_(t-1)
+        n = tanh(x_t W + b + r (h_(t-1) R));   h_t = (1 - z) n + z h_(t-1)
 
     Each of r, z and n has separate W, R and b. The cell is `flax.nnx.GRUCell`, and the output
     equals that of `flax.nnx.RNN`. Time is O(T D^2), sequential over tokens.
