@@ -1,4 +1,4 @@
-"""What the site adds to its pages: facts of mechanisms, docstrings, links and tables."""
+"""The parts that the site adds to its pages: facts of mechanisms, docstrings, links and tables."""
 
 import pytest
 
