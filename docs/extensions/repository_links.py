@@ -29,7 +29,8 @@ SHOWN: Mapping[str, str] = {
 }
 _ORIGINALS = {page: path for path, page in SHOWN.items() if page.startswith(COPIES)}
 
-_FENCE = re.compile(r"^ *(```|~~~)")
+# A fenced block of code; links elsewhere may go on in the next line.
+_BLOCK = re.compile(r"(^ *(```|~~~).*?^ *\2`*~*$)", re.M | re.S)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -44,7 +45,12 @@ def _copy(app):
     folder = Path(app.srcdir, COPIES)
     folder.mkdir(exist_ok=True)
     for page, original in _ORIGINALS.items():
-        (folder.parent / f"{page}.md").write_text((ROOT / original).read_text(encoding="utf-8"))
+        text = (ROOT / original).read_text(encoding="utf-8")
+        if original.endswith("summary.md"):  # the report links to these, and no list of pages
+            text = f"---\norphan: true\n---\n\n{text}"
+        path = folder.parent / f"{page}.md"
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
 
 
 def _convert(app, docname, source):
@@ -73,13 +79,16 @@ def converted(text: str, page: str) -> tuple[str, list[str]]:
         place = place_of(found)
         if place is None:
             return label
-        return f"[{label}]({_relative(place, page)}{hash_mark}{anchor})"
+        place = _relative(place, page)
+        if place.endswith(".html"):  # a page that Sphinx does not know when it reads this one
+            return f'<a href="{place}">{label}</a>'
+        return f"[{label}]({place}{hash_mark}{anchor})"
 
-    lines, in_code = [], False
-    for line in text.split("\n"):
-        in_code ^= bool(_FENCE.match(line))
-        lines.append(line if in_code else _LINK.sub(change, line))
-    return "\n".join(lines), missing
+    parts = _BLOCK.split(text)
+    # Text, block, its fence, text, block, ...
+    parts[::3] = [_LINK.sub(change, part) for part in parts[::3]]
+    del parts[2::3]
+    return "".join(parts), missing
 
 
 def place_of(path: str) -> str | None:

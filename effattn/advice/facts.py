@@ -48,6 +48,7 @@ _GIVES_UP: Mapping[str, str] = MappingProxyType(
 _FAMILIES_THAT_APPROXIMATE = frozenset({"sparse", "low rank", "clustered"})
 _RANDOM_FEATURES_OF_SOFTMAX = frozenset({"performer", "random_features"})
 _FAMILIES_THAT_COMPARE = frozenset({"clustered", "hybrid"})  # beside all functions of heads
+_MIXTURE = "synthesizer_mixture"  # with dot-product attention
 
 # Capabilities of softmax attention whose absence is worth a word.
 _MISSED = ("lengths", "segments", "dropout", "mask", "bias")
@@ -83,7 +84,8 @@ def kind(entry: Mechanism) -> str:
 
 def compares_tokens(entry: Mechanism) -> bool:
     """Returns whether the weight of a pair depends on both tokens, so that content is found."""
-    return entry.takes_heads or entry.family in _FAMILIES_THAT_COMPARE
+    compares = entry.family in _FAMILIES_THAT_COMPARE or entry.name == _MIXTURE
+    return entry.takes_heads or compares
 
 
 def idea(entry: Mechanism) -> str:
@@ -106,6 +108,8 @@ def gives_up(entry: Mechanism) -> tuple[str, ...]:
         return ("none, as it is exact softmax attention",)
     unknown = f"unknown: effattn does not know the family {entry.family!r}"
     found = [_GIVES_UP.get(entry.family, unknown)]
+    if entry.name == _MIXTURE:
+        found = ["a learned share of each logit does not come from a comparison of two tokens"]
     if entry.causality == "rounding":
         found.append("later tokens change the rounding of earlier outputs")
     if entry.memory_exponent > 1:

@@ -76,11 +76,12 @@ def test_links_to_files_become_links_to_pages():
     assert converted("[x](../report.md#lm)") == ("[x](../report.md#lm)", [])
     assert converted("[x](../../README.md)") == ("[x](../index.md)", [])
     assert converted("[x](../../effattn/registry.py)") == (
-        "[x](../_modules/effattn/registry.html)",
+        '<a href="../_modules/effattn/registry.html">x</a>',
         [],
     )
     assert converted("[x](../../Makefile)") == ("x", [])
     assert converted("[x](https://a.b/c)") == ("[x](https://a.b/c)", [])
+    assert converted("[x\ny](../../README.md)") == ("[x\ny](../index.md)", [])
     assert converted("[x](nowhere.md)")[1] == ["docs/guides/nowhere.md"]
     text, _ = repository_links.converted("[x](docs/report.md)", "copied/contributing")
     assert text == "[x](../report.md)"
