@@ -1,8 +1,10 @@
 """The laws as a library: they hold for a mechanism of another package, and find what is wrong."""
 
 import dataclasses
+import importlib
 import pathlib
 import re
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -10,26 +12,27 @@ import pytest
 from effattn import registry, testing
 from effattn.testing import Case
 
-CONTRIBUTING = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
+GUIDE = pathlib.Path(__file__).parents[2] / "docs/guides/own_mechanism.md"
 
 
 def example():
-    """The code of a new mechanism in CONTRIBUTING, with its laws."""
+    """The code of a new mechanism in the guide, with its laws."""
     (code,) = [
         block
-        for block in re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
+        for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
         if "testing.parametrize" in block
     ]
     return code
 
 
 @pytest.fixture
-def forgetting(monkeypatch):
-    """The namespace of the example, registered for one test."""
+def forgetting(tmp_path, monkeypatch):
+    """The example as a module in the current directory, registered for one test."""
     monkeypatch.setattr(registry, "_MECHANISMS", dict(registry._MECHANISMS))
-    names: dict = {"__name__": "forgetting"}
-    exec(compile(example(), str(CONTRIBUTING), "exec"), names)
-    return names
+    (tmp_path / "forgetting.py").write_text(example())
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("forgetting")
+    del sys.modules["forgetting"]
 
 
 def test_the_example_is_short(forgetting):
@@ -38,11 +41,11 @@ def test_the_example_is_short(forgetting):
 
 
 def test_all_laws_hold_for_the_example(forgetting):
-    testing.check("forgetting", forgetting["case"])
+    testing.check("forgetting", forgetting.case)
 
 
 def test_parametrize_gives_one_test_a_law(forgetting):
-    (mark,) = forgetting["test_forgetting"].pytestmark
+    (mark,) = forgetting.test_forgetting.pytestmark
     labels = [parameter.id for parameter in mark.args[1]]
     assert "agrees_with_the_naive_form-forgetting" in labels
     assert "nothing_reaches_back-forgetting" in labels
@@ -85,7 +88,7 @@ def without_initial_state(fast, query, key, value, **kwargs):
 def test_a_broken_mechanism_breaks_a_law(forgetting, monkeypatch, change):
     broken(forgetting, monkeypatch, change)
     with pytest.raises(AssertionError) as raised:
-        testing.check("forgetting", forgetting["case"])
+        testing.check("forgetting", forgetting.case)
     assert any(note.startswith("law ") for note in raised.value.__notes__)
 
 
