@@ -113,6 +113,17 @@ def test_a_whole_number_in_the_preset_does_not_make_an_option_whole():
         lra.Config(task="pathfinder,dashes=3.0").check()
 
 
+@pytest.mark.parametrize("path", ["a,b", "a(b", "it's", "a\"b,'c"])
+def test_a_path_may_have_any_letters(tmp_path, path):
+    folder = tmp_path / path
+    for part in ("neg", "pos"):
+        (folder / part).mkdir(parents=True)
+    config = lra.Config(task=f"imdb,length=8,path={str(folder)!r}")
+    config.check()
+    task = config.make_task(pathlib.Path())
+    assert (task.length, task.path) == (8, str(folder))
+
+
 def test_mechanisms_that_mask_nothing_fit_tasks_without_padding():
     nothing = frozenset({"bidirectional"})
     assert lra.Config(task="pathfinder").fits(nothing)
