@@ -139,6 +139,8 @@ def check_mechanism(option: str, text: str, trial: Callable[[], None]) -> None:
     """
     try:
         trial()
+    except (UserError, OSError):  # of the data
+        raise
     except ValueError as error:
         raise UserError(f"{option}: {error}") from None
     # Options are any Python literals, for some of which JAX and NumPy raise other errors.

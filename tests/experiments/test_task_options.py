@@ -124,6 +124,13 @@ def test_a_path_may_have_any_letters(tmp_path, path):
     assert (task.length, task.path) == (8, str(folder))
 
 
+def test_data_that_cannot_be_read_are_one_sentence(tmp_path, capsys):
+    assert lra.main(["--task", "imdb", "--output", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: this task needs as its path a folder with a folder of text")
+    assert error.count("\n") == 1
+
+
 def test_mechanisms_that_mask_nothing_fit_tasks_without_padding():
     nothing = frozenset({"bidirectional"})
     assert lra.Config(task="pathfinder").fits(nothing)
