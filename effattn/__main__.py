@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import sys
+import zipfile
 from collections.abc import Sequence
 
 from effattn.advice import facts, pages
@@ -114,9 +115,9 @@ def _arrays(path: str) -> tuple:
 
     names = "query", "key", "value"
     try:
-        with np.load(path) as file:
+        with open(path, "rb") as opened, np.load(opened) as file:
             return tuple(file[name] for name in names)
-    except (KeyError, ValueError, TypeError, AttributeError, EOFError):
+    except (KeyError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile):
         raise ValueError(
             f"--sample must be an .npz file with the arrays {', '.join(names)}, got {path!r}"
         ) from None

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 if not __package__:  # run as `python experiments/recall.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,17 +40,49 @@ SMALL = {
     "sweep": (0.005, 0.02),
     "seeds": (0,),
 }
-# The rates are the four of Arora et al. 2023.
-PUBLISHED = {
+
+# Sizes, batches, steps and rates of the publications. Differs: the rates of selective copying and
+# induction rise and decay, and are constant in the publication.
+ADAMW: dict[str, Any] = {"optimiser": "adamw"}
+# 32 epochs of 180,000 examples, in models that alternate convolution and mechanism.
+MULTI_QUERY = ADAMW | {
     "first_layer": "convolution,width=3",
-    "steps": 20_000,
+    "heads": 1,
+    "steps": 22_500,
     "batch": 256,
-    "optimiser": "adamw",
     "weight_decay": 0.1,
     "sweep": (1e-3, 10**-2.5, 1e-2, 10**-1.5),
 }
+# 16 and 32 epochs of 100,000 examples.
+ASSOCIATIVE = ADAMW | {
+    "heads": 1,
+    "steps": 50_000,
+    "batch": 32,
+    "sweep": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
+}
+TREE = ASSOCIATIVE | {"steps": 100_000}
+SELECTIVE_COPYING = ADAMW | {"steps": 400_000, "batch": 64, "learning_rate": 1e-4}
+INDUCTION = ADAMW | {"steps": 204_800, "batch": 8, "sweep": (2e-4, 1e-3)}
+# 200 epochs of 12,800 examples; of 256 for memorisation. The publication also tries weight decay.
+MAD = ADAMW | {
+    "width": 128,
+    "heads": 16,
+    "steps": 20_000,
+    "batch": 128,
+    "sweep": (1e-4, 5e-4, 1e-3),
+}
+MEMORISATION = MAD | {"steps": 400}
+PUBLISHED = {
+    "multi-query": MULTI_QUERY,
+    "associative": ASSOCIATIVE,
+    "tree": TREE,
+    "selective-copying": SELECTIVE_COPYING,
+    "induction": INDUCTION,
+    **dict.fromkeys(mad.TASKS, MAD),
+    "mad-memorisation": MEMORISATION,
+}
 DEFAULTS: task_options.Defaults = {
-    task: {"small": SMALL, "published": PUBLISHED} for task in Config.tasks
+    task: {"small": SMALL, "published": PUBLISHED[task]} for task in Config.tasks
 }
 
 

@@ -5,11 +5,12 @@ figures and the quality of mechanisms for `effattn.advise`. Numbers without the 
 configuration and the version that made them are not shown; the page names their folders.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if not __package__:  # run as `python experiments/report.py`
@@ -18,6 +19,7 @@ if not __package__:  # run as `python experiments/report.py`
 import tyro
 
 from experiments.harness import outcome
+from experiments.harness.errors import UserError
 from experiments.harness.metrics import write_atomically
 from experiments.page import comparisons, figures, published, results, scores, sections
 
@@ -37,6 +39,18 @@ class Config:
     quality: Path = ROOT / "effattn" / "advice" / "quality.json"
 
 
+@contextlib.contextmanager
+def _readable(result: results.Result) -> Iterator[None]:
+    """Names the result if the work on it shows that its file has another form."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{result.folder / 'summary.json'} has another form than this page reads "
+            f"({type(error).__name__}: {error}); delete {result.folder}, and make that table again"
+        ) from error
+
+
 def write(config: Config) -> None:
     """Writes the page, its figures and the quality of mechanisms."""
     found, left_out = results.gather(config.results)
@@ -48,11 +62,19 @@ def write(config: Config) -> None:
         Path(os.path.relpath(folder, config.page.parent)).as_posix()
         for folder in (config.results, config.images)
     )
+    for table in tables:
+        with _readable(table):
+            comparisons.overview([table])
+            comparisons.section(table, numbers, link, None)
     drawn = figures.draw_all(config.images, tables)
 
     def of_table(table: comparisons.Table) -> str:
         image = f"{images}/{drawn[table.name]}" if table.name in drawn else None
         return comparisons.section(table, numbers, link, image)
+
+    def of_other(result: results.Result) -> str:
+        with _readable(result):
+            return sections.section(result, link)
 
     parts = [
         "# Report",
@@ -63,7 +85,7 @@ def write(config: Config) -> None:
         "## Overview",
         comparisons.overview(tables) or "There are no comparisons yet.",
         *map(of_table, tables),
-        *(sections.section(result, link) for result in others),
+        *map(of_other, others),
         *published.sections(tables, numbers),
     ]
     if left_out:

@@ -40,7 +40,19 @@ class Config(task_options.TaskOptions):
 SMALL = {"optimiser": "adamw", "steps": 600, "batch": 64, "sweep": (0.003, 0.01), "seeds": (0,)}
 # These tasks have more states, and take more examples to learn.
 LARGER = SMALL | {"steps": 800, "batch": 256}
-PUBLISHED = {
+# Sizes, batches, steps and rates of the publications: of Grazzi et al. 2025 for parity and
+# arithmetic, and of Siems et al. 2025 for the word problems (100 epochs of 99,000 words).
+PARITY = {
+    "optimiser": "adamw",
+    "width": 128,
+    "steps": 20_000,
+    "batch": 256,
+    "learning_rate": 1e-3,
+}
+ARITHMETIC = PARITY | {"steps": 100_000, "weight_decay": 0.1}
+WORDS = PARITY | {"layers": 1, "heads": 8, "steps": 4900, "batch": 2048}
+# The question about chess games is our own.
+CHESS = {
     "optimiser": "adamw",
     "width": 256,
     "steps": 50_000,
@@ -48,8 +60,17 @@ PUBLISHED = {
     "weight_decay": 0.01,
     "sweep": (1e-4, 5e-4, 1e-3),
 }
+PUBLISHED = {
+    "parity": PARITY,
+    **dict.fromkeys(arithmetic.TASKS, ARITHMETIC),
+    **dict.fromkeys(permutations.TASKS, WORDS),
+    "chess": CHESS,
+}
 DEFAULTS: task_options.Defaults = {
-    task: {"small": SMALL if task in ("parity", "chess") else LARGER, "published": PUBLISHED}
+    task: {
+        "small": SMALL if task in ("parity", "chess") else LARGER,
+        "published": PUBLISHED[task],
+    }
     for task in Config.tasks
 }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +82,10 @@ def error_of(layer: Layer, heads: Sequence[Heads]) -> tuple[float | None, str]:
         errors = [approximation_error(entry.name, *each, **given).output.mean() for each in heads]
     except ValueError as error:
         return None, str(error)
-    return float(sum(errors)) / len(errors), ""
+    mean = float(sum(errors)) / len(errors)
+    if not math.isfinite(mean):  # as an order by NaN is none
+        return None, "the sample is empty, or has values that are not finite"
+    return mean, ""
 
 
 def _recorded(model: nnx.Module, batch: Any) -> list[Heads]:

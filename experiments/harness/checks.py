@@ -2,9 +2,11 @@
 
 import dataclasses
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
+from experiments.harness import outcome
 from experiments.harness.errors import UserError
 from experiments.harness.naming import REFERENCE
 
@@ -137,12 +139,23 @@ def check_mechanism(option: str, text: str, trial: Callable[[], None]) -> None:
     """
     try:
         trial()
+    except (UserError, OSError):  # of the data
+        raise
     except ValueError as error:
         raise UserError(f"{option}: {error}") from None
     # Options are any Python literals, for some of which JAX and NumPy raise other errors.
     except (TypeError, OverflowError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{option}: {text} cannot be run here ({reason})") from None
+    # A mechanism of the user's own may raise any error.
+    except Exception as error:
+        if outcome.out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{option}: {text} cannot be run here ({reason}, at {last.filename}:{last.lineno})"
+        ) from error
 
 
 def require(good: bool, config: Any, name: str, need: str) -> None:
@@ -181,7 +194,7 @@ def check_mechanisms(config: Any, task: Any) -> dict[str, str]:
 
         def trial(text: str = text) -> None:
             build = models.builder(text, config, task)
-            models.check_call(text, build, task)
+            models.check_call(text, build, task, bool(config.imports))
             if config.mesh:
                 meshes.check_model(config, build, task)
 

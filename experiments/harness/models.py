@@ -66,14 +66,28 @@ def count_parameters(build: Build) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def check_call(mechanism: str, build: Build, task: Task) -> None:
-    """Raises the error of building the model, or of calling it with a batch of the task."""
-    (validation, *_) = task.held_out().values()
-    shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), jnp.int32) for x in validation.inputs]
-    traced = jax.jit(lambda *inputs: build(nnx.Rngs(0))(*inputs)).trace(*shapes)
-    if "implementation" in mechanism:
-        # A named implementation checks the platform when the call is lowered.
-        traced.lower()
+def check_call(mechanism: str, build: Build, task: Task, thorough: bool = False) -> None:
+    """Raises the error of building the model, or of calling it with a batch of the task.
+
+    Args:
+      mechanism: text that names the mechanism.
+      build: builds the model.
+      task: task of the model.
+      thorough: also take gradients, and call with batches of all held-out sets: of a mechanism of
+        the user's own, no test has shown that it has gradients, or that it takes all lengths.
+    """
+
+    def call(*inputs: jax.Array) -> Any:
+        model = build(nnx.Rngs(0))
+        return nnx.grad(lambda model: model(*inputs).sum())(model) if thorough else model(*inputs)
+
+    validation, *others = task.held_out().values()
+    for batch in (validation, *others) if thorough else (validation,):
+        shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), jnp.int32) for x in batch.inputs]
+        traced = jax.jit(call).trace(*shapes)
+        if "implementation" in mechanism:
+            # A named implementation checks the platform when the call is lowered.
+            traced.lower()
 
 
 def _config(

@@ -42,11 +42,14 @@ def folder_name(text: str) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """Returns the parts between commas; commas between brackets are part of a value."""
-    parts, depth = [""], 0
+    """Returns the parts between commas; commas in brackets or quotes are part of a value."""
+    parts, depth, quote = [""], 0, ""
     for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth <= 0:
+        if letter in "'\"" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif not quote:
+            depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth <= 0 and not quote:
             parts.append("")
         else:
             parts[-1] += letter

@@ -41,7 +41,7 @@ def _status(work: Callable[[], None], stopped: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (MemoryError, RuntimeError) as error:
-        reason = _out_of_memory(error)
+        reason = out_of_memory(error)
         if reason is None:
             raise
         print(f"error: {reason}; choose smaller sizes", file=sys.stderr)
@@ -55,7 +55,7 @@ def _status(work: Callable[[], None], stopped: str) -> int:
     return 0
 
 
-def _out_of_memory(error: MemoryError | RuntimeError) -> str | None:
+def out_of_memory(error: Exception) -> str | None:
     """Returns the reason if the error is a lack of memory, which JAX raises as a `RuntimeError`."""
     if isinstance(error, MemoryError):
         return f"out of memory ({error})"

@@ -35,7 +35,7 @@ def load(names: Sequence[str]) -> None:
             )
         try:
             importlib.import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing and f"{name}.".startswith(f"{missing}."):
                 raise UserError(

@@ -58,7 +58,7 @@ class Classification(Task):
         """The result of `load`, read once.
 
         Raises:
-          UserError: a set is empty, or an error of `load`.
+          UserError: a set is empty or has other classes than the task, or an error of `load`.
         """
         sets = self.load()
         for name, examples in sets.items():
@@ -66,6 +66,12 @@ class Classification(Task):
                 raise UserError(
                     f"the {name} set of this task is empty; it needs more documents, or a smaller "
                     "length"
+                )
+            classes = set(np.unique(examples.labels).tolist()) - set(range(self.num_classes))
+            if classes:
+                raise UserError(
+                    f"the {name} set of this task has the class {min(classes)}, and classes must "
+                    f"be 0 to {self.num_classes - 1}; the data have another form, or are damaged"
                 )
         return sets
 

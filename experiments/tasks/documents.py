@@ -341,7 +341,7 @@ def _lines(file: Path) -> Iterable[tuple[bytes, bytes, int]]:
         try:
             label, _, _, first, second = line.split(b"\t")
             yield first, second, int(float(label))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise UserError(
                 f"line {number} of {file} is not a label, two names and two texts between tabs"
             ) from None

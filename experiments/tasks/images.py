@@ -100,6 +100,8 @@ class MNIST(Images):
             try:
                 values = json.loads((folder / f"{label}.json").read_bytes())["data"]
                 pixels.append(np.array(values, float).reshape(-1, self.length))
+                if not ((pixels[-1] >= 0) & (pixels[-1] <= 1)).all():
+                    raise ValueError("pixels must be from 0 to 1")
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"cannot read digits from {folder / f'{label}.json'}: {error}"

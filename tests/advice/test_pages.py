@@ -69,9 +69,12 @@ def test_advice_on_a_sample_in_a_file(tmp_path, capsys):
     names = ["--mechanisms", "softmax", "sliding_window"]
     assert main(["advise", "--causal", "--sample", str(path), *names]) == 0
     assert "error" in capsys.readouterr().out.splitlines()[2]
+    whole = path.read_bytes()
     np.savez(path, query=q)
-    assert main(["advise", "--causal", "--sample", str(path)]) == 2
-    assert "arrays query, key, value" in capsys.readouterr().err
+    for content in (path.read_bytes(), whole[: len(whole) // 2], b"text"):
+        path.write_bytes(content)
+        assert main(["advise", "--causal", "--sample", str(path)]) == 2
+        assert "arrays query, key, value" in capsys.readouterr().err
 
 
 def test_the_list_runs_as_a_program_and_loads_no_flax():

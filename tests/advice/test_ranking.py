@@ -94,6 +94,14 @@ def test_approximations_have_an_error_on_a_sample(name):
     assert 0 <= option.error < 2 and option.error_note == ""
 
 
+@pytest.mark.parametrize(
+    "sample", [np.full((1, 16, 1, 8), np.nan), np.ones((0, 16, 1, 8))], ids=["nan", "empty"]
+)
+def test_a_sample_without_numbers_gives_no_error(sample):
+    advice = effattn.advise(causal=True, sample=(sample,) * 3, mechanisms="sliding_window")
+    assert advice.best.error is None and "values that are not finite" in advice.best.error_note
+
+
 def test_a_model_is_a_sample():
     config = TransformerConfig(
         vocab_size=11, num_layers=2, features=16, num_heads=2, mixer="softmax", remat=True

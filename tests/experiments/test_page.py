@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 import time
 
@@ -380,6 +381,26 @@ def test_a_folder_that_does_not_exist_is_an_error_of_one_sentence(tmp_path, caps
     assert report.main(["--results", str(tmp_path / "none"), "--page", str(tmp_path / "page")]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: --results must be a folder") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        summary(runs=[]),
+        summary(runs=[{"mechanism": "softmax"}]),
+        summary(headline="another"),
+        {**of_downstream(), "records": [{}]},
+    ],
+    ids=["no runs", "empty run", "headline", "records"],
+)
+def test_a_result_of_another_form_is_an_error_of_one_sentence(tmp_path, capsys, content):
+    write(tmp_path / "results", "other", content)
+    paths = {name: tmp_path / name for name in ("results", "page", "images", "quality")}
+    assert report.main([word for name, path in paths.items() for word in (f"--{name}", str(path))])
+    error = capsys.readouterr().err
+    assert re.search(r"error: .*other/summary.json has another form than this page reads", error)
+    assert error.count("\n") == 1
+    assert not paths["page"].exists()
 
 
 def test_published_numbers_have_sources_tasks_and_mechanisms():

@@ -113,6 +113,24 @@ def test_a_whole_number_in_the_preset_does_not_make_an_option_whole():
         lra.Config(task="pathfinder,dashes=3.0").check()
 
 
+@pytest.mark.parametrize("path", ["a,b", "a(b", "it's", "a\"b,'c"])
+def test_a_path_may_have_any_letters(tmp_path, path):
+    folder = tmp_path / path
+    for part in ("neg", "pos"):
+        (folder / part).mkdir(parents=True)
+    config = lra.Config(task=f"imdb,length=8,path={str(folder)!r}")
+    config.check()
+    task = config.make_task(pathlib.Path())
+    assert (task.length, task.path) == (8, str(folder))
+
+
+def test_data_that_cannot_be_read_are_one_sentence(tmp_path, capsys):
+    assert lra.main(["--task", "imdb", "--output", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: this task needs as its path a folder with a folder of text")
+    assert error.count("\n") == 1
+
+
 def test_mechanisms_that_mask_nothing_fit_tasks_without_padding():
     nothing = frozenset({"bidirectional"})
     assert lra.Config(task="pathfinder").fits(nothing)

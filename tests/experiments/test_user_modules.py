@@ -1,12 +1,13 @@
 """`--import`: mechanisms of the user's own modules, trained by name."""
 
 import json
+import re
 import sys
 
 import pytest
 
 from effattn import registry
-from experiments import lm, seq2seq
+from experiments import lm, recall, seq2seq
 
 MODULE = '''
 import effattn
@@ -38,6 +39,43 @@ registry.register(
     )
 )
 '''
+FAULTY = """
+import jax
+
+from effattn import registry
+
+
+def forgets(query, key, value):
+    return {}["query"]
+
+
+def fails(query, key, value):
+    raise RuntimeError("too bad")
+
+
+def has_no_gradient(query, key, value):
+    return jax.lax.while_loop(lambda x: x.sum() < 0, lambda x: -x, value)
+
+
+def takes_short_sequences(query, key, value):
+    if value.shape[-3] > 12:
+        raise ValueError(f"takes 12 tokens at most, got {value.shape[-3]}")
+    return value
+
+
+for function in (forgets, fails, has_no_gradient, takes_short_sequences):
+    registry.register(
+        registry.Mechanism(
+            name=function.__name__,
+            family="own",
+            paper="none",
+            function=function,
+            capabilities=frozenset({"causal"}),
+            complexity="O(N)",
+            time_exponent=1.0,
+        )
+    )
+"""
 TINY = """--import their_mechanisms.doubled --layers 1 --width 8 --heads 2 --batch 4
     --steps 2 --seeds 0 --window 4""".split()
 
@@ -49,6 +87,8 @@ def here(tmp_path, monkeypatch):
     package.mkdir()
     (package / "doubled.py").write_text(MODULE)
     (package / "broken.py").write_text("import no_such_package\n")
+    (package / "ends.py").write_text("raise SystemExit(3)\n")
+    (package / "faulty.py").write_text(FAULTY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "_MECHANISMS", dict(registry._MECHANISMS))
@@ -84,6 +124,7 @@ def test_a_mechanism_of_ones_own_module_is_trained(here, folder_of_text, capsys,
             "their_mechanisms.broken",
             "the module 'their_mechanisms.broken' cannot be imported (ModuleNotFoundError: No",
         ),
+        ("their_mechanisms.ends", "'their_mechanisms.ends' cannot be imported (SystemExit: 3)"),
     ],
 )
 @pytest.mark.parametrize("script", [lm, seq2seq], ids=["lm", "seq2seq"])
@@ -91,6 +132,25 @@ def test_a_module_that_cannot_be_imported_is_named(here, capsys, script, name, s
     assert script.main(["--import", name, "--output", "run"]) == 1
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("error: --import") and error.count("\n") == 1
+    assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("forgets", r"cannot be run here \(KeyError: 'query', at .*faulty.py:8\)"),
+        ("fails", r"cannot be run here \(RuntimeError: too bad, at .*faulty.py:12\)"),
+        ("has_no_gradient", "Reverse-mode differentiation does not work"),
+        ("takes_short_sequences", "takes 12 tokens at most, got 20"),
+    ],
+)
+def test_a_faulty_mechanism_is_refused_before_training(here, capsys, name, sentence):
+    sizes = "vocabulary=16,trained=((12,2),),tested=((12,2),(20,2)),held_out_tokens=96"
+    command = f"--import their_mechanisms.faulty --mechanisms {name} --task multi-query,{sizes}"
+    assert recall.main([*command.split(), "--no-equal-parameters", "--output", "run"]) == 1
+    error = capsys.readouterr().err
+    assert re.search(sentence, error)
+    assert error.startswith("error: --mechanisms: ") and error.count("\n") == 1
     assert not (here / "run").exists()
 
 

@@ -67,6 +67,13 @@ def test_an_empty_set_is_one_sentence():
         Unvalidated().training(4, 0, 0)
 
 
+def test_another_class_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(Numbers, "num_classes", 12)
+    sentence = "validation set of this task has the class 12, and classes must be 0 to 11; the data"
+    with pytest.raises(UserError, match=sentence):
+        Numbers().training(4, 0, 0)
+
+
 def test_a_batch_larger_than_the_set():
     with pytest.raises(UserError, match="a batch of 11 needs more than the 10 training examples"):
         Numbers().training(11, 0, 0)

@@ -180,8 +180,9 @@ def test_an_empty_folder(task, message, tmp_path):
         task(path=str(tmp_path)).load()
 
 
-def test_a_line_that_is_no_pair(tmp_path):
-    write(tmp_path, "new_aan_pairs.train.tsv", b"1\ta\tb\tc\n")
+@pytest.mark.parametrize("line", [b"1\ta\tb\tc\n", b"inf\ta\tb\tc\td\n", b"\n"])
+def test_a_line_that_is_no_pair(line, tmp_path):
+    write(tmp_path, "new_aan_pairs.train.tsv", line)
     with pytest.raises(UserError, match="line 1 of .* is not a label, two names and two texts"):
         PaperPairs(path=str(tmp_path)).load()
 

@@ -124,6 +124,13 @@ def test_files_in_the_wrong_form(tmp_path):
         MNIST(path=str(tmp_path)).load()
 
 
+@pytest.mark.parametrize("value", ["2", "-1", "NaN", '"a"'])
+def test_pixels_of_another_form(value, tmp_path):
+    (tmp_path / "0.json").write_text(f'{{"data": [{", ".join([value] * 784)}]}}')
+    with pytest.raises(UserError, match="cannot read digits from .*0.json: "):
+        MNIST(path=str(tmp_path)).load()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Noise(Images):
     """Images of two by two pixels."""
