@@ -105,9 +105,12 @@ def _plan(given: argparse.Namespace) -> str:
 def _sizes(mesh: str) -> dict[str, int]:
     """Sizes of a mesh, such as "fsdp=8,tensor=4"."""
     pairs = [part.partition("=") for part in mesh.split(",")]
-    if not all(size.isdecimal() for _, _, size in pairs):
-        raise ValueError(f"--mesh must be axes and sizes, such as fsdp=8,tensor=4, got {mesh!r}")
-    return {axis.strip(): int(size) for axis, _, size in pairs}
+    sizes = {axis.strip(): size for axis, _, size in pairs}
+    if len(sizes) < len(pairs) or not all(size.isdecimal() for size in sizes.values()):
+        raise ValueError(
+            f"--mesh must be axes and sizes, such as fsdp=8,tensor=4, each axis once, got {mesh!r}"
+        )
+    return {axis: int(size) for axis, size in sizes.items()}
 
 
 def _arrays(path: str) -> tuple:

@@ -136,10 +136,20 @@ class Checked(NamedTuple):
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The result as JSON, with the versions of JAX and effattn."""
+        """The result as JSON, with the versions of JAX and effattn.
+
+        Errors that are not finite, for which JSON has no numbers, are the texts "nan" and "inf".
+        """
         about = {"device": self.device, "jax": jax.__version__, "effattn": effattn.__version__}
-        rows = [row._asdict() for row in self.rows]
+        rows = [
+            {**row._asdict(), "errors": _in_json(row.errors), "of_xla": _in_json(row.of_xla)}
+            for row in self.rows
+        ]
         return json.dumps({**about, "passed": self.passed, "rows": rows}, indent=1)
+
+
+def _in_json(errors):
+    return {name: x if np.isfinite(x) else str(x) for name, x in errors.items()}
 
 
 @checks.checked

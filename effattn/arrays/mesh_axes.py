@@ -127,6 +127,17 @@ def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
         ) from error
 
 
+def check_axis(axis_name: str) -> None:
+    """Raises `ValueError` outside of `jax.shard_map` over a mesh with this axis."""
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name must be a mesh axis of the jax.shard_map around this call, got "
+            f"{axis_name!r}; call it inside jax.shard_map, over a mesh with that axis"
+        ) from None
+
+
 Wanted = Sequence[tuple[str, ...]]  # mesh axes for each axis of an array; further axes are whole
 
 
@@ -156,11 +167,28 @@ def constrained(x: jax.Array, wanted: Wanted) -> jax.Array:
     Only the automatic axes of a mesh that is set (`jax.set_mesh`) divide; without any that can, x
     is returned unchanged.
     """
+    place = dividing(_automatic_sizes(), x.shape, wanted)
+    return lax.with_sharding_constraint(x, place) if any(place) else x
+
+
+def _automatic_sizes():
+    """Sizes of the automatic axes of the mesh that is set."""
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    sizes = {name: mesh.shape[name] for name, kind in types if kind == AxisType.Auto}
-    place = dividing(sizes, x.shape, wanted)
-    return lax.with_sharding_constraint(x, place) if any(place) else x
+    return {name: mesh.shape[name] for name, kind in types if kind == AxisType.Auto}
+
+
+def are_divided(shape: Sequence[int], wanted: Wanted, axis: int) -> bool:
+    """True if several devices of the mesh that is set divide an axis of an array."""
+    several = {name: size for name, size in _automatic_sizes().items() if size > 1}
+    return bool(dividing(several, shape, wanted)[axis])
+
+
+def whole(x: jax.Array, axis: int) -> jax.Array:
+    """Gives each device all entries along an axis; the compiler chooses for the other axes."""
+    place: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    place[axis] = None
+    return lax.with_sharding_constraint(x, PartitionSpec(*place))
 
 
 def spec(x: jax.Array) -> tuple:

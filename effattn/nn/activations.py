@@ -4,8 +4,12 @@ The activations of JAX are jit-compiled functions, which cannot be pickled and d
 after a copy of the module.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+
+from effattn.arrays import dtypes
 
 
 def silu(x: jax.Array) -> jax.Array:
@@ -15,7 +19,21 @@ def silu(x: jax.Array) -> jax.Array:
 
 def gelu(x: jax.Array) -> jax.Array:
     """x Phi(x), with the distribution function Phi of the normal distribution."""
-    return jax.nn.gelu(x, approximate=False)
+    return x * _distribution(x)
+
+
+@jax.custom_jvp
+def _distribution(x):
+    """Phi(x). Its own derivative, as that of `erfc` fails in `jax.shard_map` with jax 0.12."""
+    return jax.lax.erfc(-x * jnp.sqrt(0.5).astype(x.dtype)) / 2
+
+
+@_distribution.defjvp
+def _density(primals, tangents):
+    (x,), (d_x,) = primals, tangents
+    wide = x.astype(dtypes.wide(x))
+    density = jnp.exp(-(wide**2) / 2) / math.sqrt(2 * math.pi)
+    return _distribution(x), density.astype(x.dtype) * d_x
 
 
 def relu(x: jax.Array) -> jax.Array:

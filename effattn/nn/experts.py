@@ -220,8 +220,12 @@ def expert_specs(model: Any, mesh: Mesh) -> Any:
       `PartitionSpec()` for all other arrays.
 
     Raises:
-      ValueError: the number of experts of a layer is no multiple of the number of devices.
+      ValueError: the mesh has no axis "expert", or the number of experts of a layer is no multiple
+        of the number of devices.
     """
+    if _AXIS not in mesh.shape:
+        axes_of_mesh = ", ".join(map(repr, mesh.axis_names))
+        raise ValueError(f"mesh must have an axis {_AXIS!r}, got the axes {axes_of_mesh}")
     devices = mesh.shape[_AXIS]
     for _, module in nnx.iter_modules(model):
         if isinstance(module, MixtureOfExperts) and module.experts.num_experts % devices:

@@ -91,10 +91,13 @@ class PipelinedLM(TransformerLM):
             microbatch; without it these losses are left out.
 
         Raises:
-          ValueError: the mesh is not automatic, or the size of its axis `stage` is not the number
-            of stages; its axis `sequence` does not divide the tokens, or the model has experts or a
-            mixer without a form of its own along it; there are too few learned positions.
+          ValueError: tokens of another shape; the mesh is not automatic, or the size of its axis
+            `stage` is not the number of stages; its axis `sequence` does not divide the tokens, or
+            the model has experts or a mixer without a form of its own along it; there are too few
+            learned positions.
         """
+        if tokens.ndim != 3:
+            raise ValueError(f"tokens must have shape (M, B, T), got {tokens.shape}")
         mesh = jax.sharding.get_abstract_mesh()
         self._check_mesh(mesh, tokens.shape[2])
         self._check_columns(tokens.shape[2])

@@ -46,7 +46,10 @@ def prune_heads(model: Model, keep: Sequence[Sequence[int]]) -> Model:
     heads, key_heads = config.num_heads, config.num_kv_heads or config.num_heads
     for layer, block in enumerate(model.blocks):
         _check_mixer(layer, block.mixer, (heads, key_heads))
-    kept = [list(layer) for layer in keep]
+    try:
+        kept = [list(layer) for layer in keep]
+    except TypeError:
+        raise ValueError(f"keep must be a list of key heads for each layer, got {keep!r}") from None
     _check(kept, len(model.blocks), key_heads)
     count, each = len(kept[0]), heads // key_heads
     config = dataclasses.replace(

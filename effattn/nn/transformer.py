@@ -262,6 +262,9 @@ def _rows(table: nnx.Embed, indices: jax.Array) -> jax.Array:
     """Rows `(B, T, D)` of the table, sharded like the indices `(B, T)` on explicit mesh axes."""
     indices = jnp.asarray(indices)
     place = PartitionSpec(*mesh_axes.spec(indices), None) if mesh_axes.explicit(indices) else None
+    if mesh_axes.are_divided(indices.shape, ACTIVATIONS, 1):
+        # XLA would divide the features that it reads, and warn that it has to gather them again.
+        table = jax.tree.map(lambda leaf: mesh_axes.whole(leaf, -1), table)
     return table(indices, out_sharding=place)
 
 

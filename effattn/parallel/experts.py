@@ -15,6 +15,7 @@ import functools
 import jax
 from jax import lax
 
+from effattn.arrays import mesh_axes
 from effattn.cores import experts
 from effattn.cores.experts import Activation, Kernels, Routing
 
@@ -47,6 +48,7 @@ def exchange_tokens(
     Raises:
       ValueError: the kernels are not those of E / P experts.
     """
+    mesh_axes.check_axis(axis_name)
     devices, number = lax.axis_size(axis_name), routing.logits.shape[-1]
     if len(kernels.up) * devices != number:
         raise ValueError(

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from effattn.arrays import checks
+from effattn.arrays import checks, mesh_axes
 from effattn.cores import sequence_parts
 from effattn.parallel.parts import over_parts
 
@@ -137,6 +137,7 @@ class _Heads:
     """
 
     def __init__(self, function, axis_name, inputs):
+        mesh_axes.check_axis(axis_name)
         self.axis_name, self.devices = axis_name, lax.axis_size(axis_name)
         (first, of_queries), *_ = inputs.items()
         last = [*inputs.values()][-1]

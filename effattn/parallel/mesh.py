@@ -41,7 +41,7 @@ def make_mesh(
     if len(open_axes) > 1:
         raise ValueError(f"one axis may be -1, got {given}")
     product = math.prod(size for size in sizes.values() if size != -1)
-    if open_axes and count % product == 0:
+    if open_axes and count and count % product == 0:
         sizes = {**sizes, open_axes[0]: count // product}
         product = count
     if product != count or -1 in sizes.values():

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from effattn.arrays import mesh_axes
 from effattn.cores import sequence_parts
 
 # Arguments with numbers of tokens, and the axis of the tokens in the first argument beside them.
@@ -32,6 +33,7 @@ def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Calla
     names = list(inspect.signature(function).parameters)
 
     def run(*arrays, **options):
+        mesh_axes.check_axis(axis_name)
         options = {**given, **options}
         rate = options.get("dropout_rate")
         if rate is not None and not (isinstance(rate, int | float) and rate == 0):

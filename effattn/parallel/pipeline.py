@@ -69,6 +69,7 @@ def pipeline(
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
 
     def run(params, head, inputs, targets):
+        mesh_axes.check_axis(axis_name)
         count = _count(inputs, targets)
         number = lax.axis_index(axis_name)
         # Arrays that devices share vary in here, so that their gradients are summed outside.

@@ -13,7 +13,6 @@ whole parts travel over the nearest ceil(w / T) devices.
 
 import dataclasses
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -139,9 +138,10 @@ def zigzag_order(tokens: int, devices: int) -> np.ndarray:
       int32 `(tokens,)`.
 
     Raises:
-      ValueError: the tokens cannot be cut into 2 P chunks of one length.
+      ValueError: no device, or the tokens cannot be cut into 2 P chunks of one length.
     """
-    if devices < 1 or tokens % (2 * devices):
+    checks.at_least("devices", devices, 1)
+    if tokens % (2 * devices):
         raise ValueError(
             f"the number of tokens must be a multiple of {2 * devices}, two chunks for each of the "
             f"{devices} devices, got {tokens}; pad the sequence"
@@ -195,8 +195,8 @@ def ring_attention(
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`.
 
     Raises:
-      ValueError: other options, arrays whose numbers of tokens differ, or an order that the call
-        cannot have.
+      ValueError: other options, arrays whose numbers of tokens differ, an order that the call
+        cannot have, or a call outside of `jax.shard_map` over the mesh axis.
     """
     known = ("scale", "logits_soft_cap", "precision", "implementation")
     for name, option in options.items():
@@ -213,15 +213,11 @@ def ring_attention(
             f"query, key and value must have equally many tokens on a device, got {tokens}, "
             f"{key.shape[-3]} and {value.shape[-3]}"
         )
-    window = local_window_size
-    if window is not None:
-        left, right = window if isinstance(window, tuple | list) else (window, window)
-        window = operator.index(left), operator.index(right)
-        if min(window) < 0:
-            raise ValueError(f"local_window_size must be 0 or more tokens, got {window}")
+    window = None if local_window_size is None else checks.window(local_window_size)
     if window is not None and is_causal:
         window = (window[0], 0)
     _check_order(order, is_causal, window, tokens)
+    mesh_axes.check_axis(axis_name)
     call = _Call(axis_name, is_causal, window, order == "zigzag", tuple(options.items()))
     run = _beside if window is not None and max(window) <= tokens else _ring
     out, lse = run(call, query, (key, value, segment_ids), segment_ids)

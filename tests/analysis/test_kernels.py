@@ -107,6 +107,13 @@ def test_the_table_shows_the_array_that_failed():
     assert row._replace(errors={"output": float("nan"), "query": 4e-3}).worst == "output"
 
 
+def test_errors_that_are_not_finite_are_texts_in_json():
+    errors = {"output": float("nan"), "query": float("inf"), "key": 0.5}
+    row = kernels.Row("call", "llvm", "float32", errors, dict.fromkeys(errors, 0.0), "", True)
+    content = json.loads(kernels.Checked("cpu", (row,)).to_json(), parse_constant=pytest.fail)
+    assert content["rows"][0]["errors"] == {"output": "nan", "query": "inf", "key": 0.5}
+
+
 def test_the_command_writes_json(tmp_path, capsys):
     file = tmp_path / "kernels.json"
     assert __main__.main(["check", "--json", str(file)]) == 0

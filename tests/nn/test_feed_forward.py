@@ -1,5 +1,7 @@
 """ChunkedFeedForward: the results of its module, in the memory of a chunk."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from flax import nnx
 
 from effattn.analysis import cost
-from effattn.nn import ChunkedFeedForward, FeedForward, SwiGLU
+from effattn.nn import ChunkedFeedForward, FeedForward, SwiGLU, activations
 from effattn.nn.dropout import dropout
 from tests.marks import slow
 from tests.nn.build import filled, floats
@@ -117,6 +119,19 @@ def test_a_feed_forward_layer_is_its_formula(options, formula):
     expected = formula(x @ module.up.kernel[...], gate) @ module.down.kernel[...]
     np.testing.assert_allclose(module(x), expected, rtol=1e-5, atol=1e-6)
     assert (module.gate is not None) == options.get("gated", False)
+
+
+def test_gelu_has_a_gradient_on_several_devices_and_in_float64():
+    mesh = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": jax.P("rows"), "out_specs": jax.P("rows")}
+    with jax.enable_x64(True):
+        x = jnp.linspace(-6.0, 6.0, 101)
+        on_device = jax.shard_map(jax.vmap(jax.grad(activations.gelu)), mesh=mesh, **specs)
+        exact = functools.partial(jax.nn.gelu, approximate=False)
+        for found in (on_device, jax.vmap(jax.jacfwd(activations.gelu))):
+            np.testing.assert_allclose(found(x), jax.vmap(jax.grad(exact))(x), 1e-12, 1e-14)
+        second = jax.vmap(jax.grad(jax.grad(activations.gelu)))(x)
+        np.testing.assert_allclose(second, jax.vmap(jax.grad(jax.grad(exact)))(x), 1e-10, 1e-12)
 
 
 def test_an_activation_is_one_of_those_known():

@@ -87,6 +87,12 @@ def test_a_mesh_without_the_stages_is_refused():
         staged.pipelined_loss(*drawn(), loss)
 
 
+def test_tokens_without_microbatches_are_refused():
+    _, staged = models()
+    with pytest.raises(ValueError, match=r"tokens must have shape \(M, B, T\), got \(2, 8\)"):
+        staged.pipelined_loss(jnp.ones((2, 8), int), None, loss)
+
+
 def on_one_device(model, routing_loss=None):
     """The loss, and its gradients by layer and for the other parameters."""
     graph, params, others = nnx.split(model, nnx.Param, ...)

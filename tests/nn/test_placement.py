@@ -130,6 +130,14 @@ def test_collectives_of_an_axis(sizes, gradient, once, of_layer):
 
 @pytest.mark.devices
 @pytest.mark.slow
+def test_tokens_are_looked_up_with_all_their_features():
+    """Otherwise XLA divides the features by fsdp, and rearranges and gathers what it has read."""
+    found = compiled("linear", 1, True, fsdp=2, tensor=2, sequence=2)
+    assert "collective-permute" not in found
+
+
+@pytest.mark.devices
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixer", "gradient", "of_layer"),
     [

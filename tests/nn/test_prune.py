@@ -61,6 +61,7 @@ def test_decodes_as_it_reads():
     ("keep", "message"),
     [
         ([[0]], "equally many heads, at least one, for each of the 2 layers"),
+        ([0, 1], "must be a list of key heads for each layer, got \\[0, 1\\]"),
         ([[0], [1, 2]], "equally many heads"),
         ([[], []], "at least one"),
         ([[0], [4]], "key heads from 0 to 3 in increasing order, got \\[4\\]"),

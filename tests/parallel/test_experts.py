@@ -184,6 +184,8 @@ def test_experts_that_the_devices_do_not_divide_are_one_sentence():
     message = "num_experts must be a multiple of the 8 devices of the mesh axis 'expert', got 12"
     with pytest.raises(ValueError, match=message):
         expert_specs(module, mesh)
+    with pytest.raises(ValueError, match="mesh must have an axis 'expert', got the axes 'rows'"):
+        expert_specs(module, jax.make_mesh((8,), ("rows",)))
 
 
 def test_kernels_of_other_experts_are_refused():

@@ -1,8 +1,12 @@
 """Meshes by the names of their axes."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import pytest
 
+import effattn
 from effattn import parallel
 
 pytestmark = pytest.mark.devices
@@ -41,8 +45,24 @@ def test_the_rest_and_fewer_devices():
         ({"data": 0}, "data must be a positive int, or -1 for the rest, got 0"),
         ({"data": 2.0}, "data must be a positive int, or -1 for the rest, got 2.0"),
         ({}, "the number of devices, 8, got no sizes"),
+        ({"data": -1, "devices": []}, "the number of devices, 0, got data=-1"),
     ],
 )
 def test_meshes_that_do_not_fit_are_one_sentence(sizes, message):
     with pytest.raises(ValueError, match=message):
         parallel.make_mesh(**sizes)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        parallel.exchange_heads(effattn.dot_product_attention, "sequence"),
+        parallel.pass_states(effattn.retention, "sequence"),
+        functools.partial(parallel.ring_attention, axis_name="sequence"),
+        functools.partial(parallel.pipeline(max, max, "sequence"), None),
+    ],
+    ids=["heads", "states", "ring", "pipeline"],
+)
+def test_calls_outside_of_shard_map_are_one_sentence(call):
+    with pytest.raises(ValueError, match="axis_name must be a mesh axis .*, got 'sequence'; call "):
+        call(*[jnp.ones((1, 8, 2, 4))] * 3)

@@ -204,6 +204,7 @@ def test_other_options_are_one_sentence():
         ({"dropout_rate": 0.1}, "takes the options scale, .*, got 'dropout_rate'"),
         ({"scale": jnp.float32(1)}, "without arrays, got 'scale'"),
         ({"order": "ring"}, 'order must be "contiguous" or "zigzag", got \'ring\''),
+        ({"local_window_size": 1.5}, "local_window_size must be an int or a pair .*, got 1.5"),
         ({"order": "zigzag"}, "balances causal calls without a window, got is_causal=False"),
     ):
         run, _ = sharded(4, **options)
@@ -211,5 +212,7 @@ def test_other_options_are_one_sentence():
             run(*arrays)
     with pytest.raises(ValueError, match="a multiple of 8, two chunks for each of the 4 devices"):
         parallel.zigzag_order(12, 4)
+    with pytest.raises(ValueError, match="devices must be an int, 1 or more, got 0"):
+        parallel.zigzag_order(12, 0)
     with pytest.raises(ValueError, match="equally many tokens on a device, got 96, 95 and 95"):
         parallel.ring_attention(arrays[0], *(x[:, 1:] for x in arrays[1:3]), axis_name="sequence")

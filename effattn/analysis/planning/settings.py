@@ -8,7 +8,7 @@ from typing import Any
 
 from effattn.analysis.planning import counts
 from effattn.arrays import checks
-from effattn.nn import Experts, TransformerConfig, TransformerLM
+from effattn.nn import Experts, TransformerConfig, TransformerLM, build
 from effattn.parallel import AXES
 
 # Bytes a parameter: weight, gradient, float32 master, moments of Adam. Rajbhandari et al. 2020.
@@ -93,11 +93,13 @@ class Setting:
             (parts, counts.hidden_features(config), "tensor", "the hidden features"),
         ]
         mixtures = self.mixtures
-        for number in {each.num_experts for each in mixtures} or {1}:
+        for number in {each.num_experts for each in mixtures}:
             divided.append((mesh["expert"], number, "expert", "the number of experts"))
         for divisor, number, name, noun in divided:
             if number % divisor:
                 yield f"{name} must divide {noun}, {number}, got {divisor}"
+        if mesh["expert"] > 1 and not mixtures:
+            yield f"expert must be 1 for a model without experts, got {mesh['expert']}"
         if key_heads % parts and parts % key_heads:
             noun = f"the number of key heads, {key_heads}"
             yield f"tensor must divide {noun}, or be a multiple of it, got {parts}"
@@ -160,7 +162,7 @@ def make(
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     if mechanism is not None:
-        config = dataclasses.replace(config, mixer=mechanism)
+        config = _with_mixer(config, mechanism)
     config = dataclasses.replace(
         config,
         dtype=_DTYPES[precision],
@@ -170,3 +172,11 @@ def make(
     )
     sizes = {axis: mesh.get(axis, 1) for axis in AXES}
     return Setting(config, context, batch, sizes, microbatches, precision)
+
+
+def _with_mixer(config, mechanism):
+    """The model with this mechanism in all layers; its key heads are left out for one without."""
+    config = dataclasses.replace(config, mixer=mechanism)
+    mixers = (build.mechanism(group["name"]) for group in config.layer_mixer(0))
+    takes = all(mixer.mixer_takes("num_kv_heads") for mixer in mixers)
+    return config if takes else dataclasses.replace(config, num_kv_heads=None)

@@ -174,6 +174,15 @@ def test_a_mixer_without_heads_has_no_tensor_parallelism():
         plan(config, None, 128, {"tensor": 2}, "h100", batch=8)
 
 
+def test_key_heads_of_the_model_are_left_out_for_mechanisms_without():
+    def parameters(mechanism, **options):
+        config = dataclasses.replace(MODEL, **options)
+        return plan(config, mechanism, 128, {}, "h100").memory.parameters
+
+    assert parameters("lstm") == parameters("lstm", num_kv_heads=None)
+    assert parameters("softmax") < parameters("softmax", num_kv_heads=None)
+
+
 def test_a_mesh_that_does_not_divide_is_refused_with_a_sentence_for_each_number():
     mesh = {"data": 3, "sequence": 3, "stage": 3, "tensor": 3}
     with pytest.raises(ValueError) as error:
@@ -192,6 +201,7 @@ def test_a_mesh_that_does_not_divide_is_refused_with_a_sentence_for_each_number(
     [
         ({"hardware": "abacus"}, "hardware must be a Hardware or one of a100"),
         ({"mesh": {"rows": 2}}, "the axes of a mesh are stage"),
+        ({"mesh": {"expert": 2}}, "expert must be 1 for a model without experts, got 2"),
         ({"mesh": {"data": 0}}, r"mesh\['data'\] must be an int, 1 or more"),
         ({"precision": "int8"}, "precision must be one of float32, mixed"),
         ({"model": "7B"}, "model must be a TransformerConfig"),
@@ -384,6 +394,7 @@ def test_the_command_line(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "4 h100 (fsdp=2, tensor=2), mixed" in out and "fits in 80 GB" in out
     assert max(map(len, out.splitlines())) <= 80
-    for wrong in (["--mesh", "fsdp"], ["--mesh", "fsdp=2", "--devices", "2"], []):
+    two = ["--mesh", "fsdp=2", "--devices", "2"]
+    for wrong in (["--mesh", "fsdp"], ["--mesh", "fsdp=2,fsdp=4"], two, []):
         assert __main__.main([*arguments, *wrong]) == 2
     assert __main__.main(["plan", "--model", "1T", "--context", "1"]) == 2
