@@ -34,9 +34,9 @@ def gated_linear_attention(
 
         S_t = diag(alpha_t) S_(t-1) + k_t v_t^T;    out_t = scale * S_t^T q_t
 
-    Always causal, without a normaliser. Time O(T (C + H) Hv) for chunks of C tokens, memory O(T),
-    state H x Hv numbers a key head. One decay for each token and head is faster than one for each
-    feature.
+    Always causal, without a normaliser. Time O(T (C (H + Hv) + H Hv)) for chunks of C tokens,
+    memory O(T), state H x Hv numbers a key head. One decay for each token and head is faster than
+    one for each feature.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.

@@ -50,7 +50,8 @@ def retention(
 
     that is, out_t = scale * sum_(s <= t) gamma^(t - s) (q_t . k_s) v_s. Retention is always causal
     and has no normaliser: RetNet normalises the output of each head (`effattn.nn.RetNet`). Time is
-    O(T (C + H) Hv) for chunks of C tokens, memory O(T), the state H x Hv numbers a key head.
+    O(T (C (H + Hv) + H Hv)) for chunks of C tokens, memory O(T), the state H x Hv numbers a key
+    head.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.

@@ -36,8 +36,8 @@ def rwkv6_attention(
 
     The receptance r is the query. The bonus u weighs the key and value of the present token;
     earlier tokens decay. With decays that do not depend on the token, this is RWKV-5. Always
-    causal, without scale or normaliser. Time is O(T (C + H) Hv) for chunks of C tokens, memory
-    O(T), state H x Hv numbers a key head.
+    causal, without scale or normaliser. Time is O(T (C (H + Hv) + H Hv)) for chunks of C tokens,
+    memory O(T), state H x Hv numbers a key head.
 
     Args:
       query: the receptance, `(*B, T, N, H)`, with any number of batch dimensions.

@@ -266,7 +266,7 @@ class Whole(Walk):
 
 @dataclasses.dataclass(frozen=True)
 class Listed(Walk):
-    """Tiles of a block-sparse layout, several per step: partial tiles first, then full tiles.
+    """Tiles of a block-sparse layout, several per step: slots of partial tiles, then of full ones.
 
     Attributes:
       layout: the block-sparse layout.

@@ -26,11 +26,12 @@ computed in two calls. For causal attention ptxas 13.5 then keeps everything in 
 for spills of 100 bytes per thread in the gradients of keys and values at head size 128, and of 72
 to 260 bytes in all kernels but one at head size 256.
 
-Memory. Each byte of bfloat16 keys and values that a block reads is multiplied with t queries, 2 t
-operations in the forward. t = 128 gives 256 operations per byte; L2 delivers one byte in the time
-of 180 operations. At head size 256 the shared memory of 227 KB then holds the queries (64 KB), two
-slots of s = 64 keys and values (128 KB) and the staging buffer of the output (16 KB). The gradients
-also read dO, and have 64 rows in place of 128.
+Memory. Each number of the keys and values that a block reads is multiplied with t queries, 2 t
+operations in the forward and t operations per byte of bfloat16. L2 delivers one byte in the time of
+180 operations, so with t = 128 it allows at most 71 % of the peak rate. At head size 256 the shared
+memory of 227 KB then holds the queries (64 KB), two slots of s = 64 keys and values (128 KB) and
+the staging buffer of the output (16 KB). The gradients also read dO, and have 64 rows in place of
+128.
 
 XLA computes the gradients of a scale and of the arrays that a score_mod closes over
 (`effattn.xla.block_attention`), which is equally exact.
