@@ -6,7 +6,8 @@ Tokens are cut into chunks of C tokens. Within a chunk the recurrence is matrix 
 Time is O(T (C (F + D) + F D)), memory O(T). Each step of the outer loop computes a block of several
 chunks (`effattn.xla.recurrent_block`), whose matrix products are batched. The forward pass saves
 the state at the start of each block, and the backward pass recomputes the block from the saved
-state. It never reconstructs a state by subtraction or division. """
+state. It never reconstructs a state by subtraction or division.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
