@@ -11,7 +11,8 @@ from effattn.xla import block_attention
 
 ROOT = pathlib.Path(effattn.__file__).parents[1]
 DOCUMENTS = ROOT / "docs"
-LEFT_OUT = {"_build", "api", "mechanisms"}  # folders of generated pages, and pages without examples
+# Folders of generated pages, and pages without examples.
+LEFT_OUT = {"_build", "api", "copied", "gallery", "mechanisms"}
 PAGES = [
     path
     for path in (ROOT / "README.md", *sorted(DOCUMENTS.rglob("*.md")))
