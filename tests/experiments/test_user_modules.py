@@ -8,6 +8,7 @@ import pytest
 
 from effattn import registry
 from experiments import lm, recall, seq2seq
+from tests.testing.test_library import example
 
 MODULE = '''
 import effattn
@@ -82,18 +83,20 @@ TINY = """--import their_mechanisms.doubled --layers 1 --width 8 --heads 2 --bat
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The current directory, with a package of two modules; what they register is forgotten."""
+    """The current directory, with modules of a user; what they register is forgotten."""
     package = tmp_path / "their_mechanisms"
     package.mkdir()
     (package / "doubled.py").write_text(MODULE)
     (package / "broken.py").write_text("import no_such_package\n")
     (package / "ends.py").write_text("raise SystemExit(3)\n")
     (package / "faulty.py").write_text(FAULTY)
+    (tmp_path / "forgetting.py").write_text(example())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "_MECHANISMS", dict(registry._MECHANISMS))
     yield tmp_path
-    for module in [name for name in sys.modules if name.startswith("their_mechanisms")]:
+    of_user = ("their_mechanisms", "forgetting")
+    for module in [name for name in sys.modules if name.startswith(of_user)]:
         del sys.modules[module]
 
 
@@ -111,6 +114,14 @@ def test_a_mechanism_of_ones_own_module_is_trained(here, folder_of_text, capsys,
     assert "| doubled " in capsys.readouterr().out
     summary = json.loads((here / "run" / "summary.json").read_text())
     assert summary["config"]["imports"] == ["their_mechanisms.doubled"]
+
+
+@pytest.mark.slow
+def test_the_example_of_the_guide_is_trained(here, folder_of_text, capsys):
+    options = "--import forgetting --context 16 --eval-windows 4 --optimiser adamw --corpus texts"
+    command = [*TINY, *options.split(), "--output", "run", "--mechanisms", "softmax", "forgetting"]
+    assert lm.main(command) == 0, capsys.readouterr().err
+    assert "| forgetting " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
