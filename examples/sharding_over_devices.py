@@ -52,9 +52,9 @@ with jax.set_mesh(mesh):
 print("heads of the queries:", model.blocks[0].mixer.query.kernel.sharding.spec)
 
 # %%
-# Every device has a part of the tokens. A recurrence needs only the state before its part:
-# `parallel.pass_states` computes it from what the other devices send, one state each, whatever the
-# length.
+# Every device has a part of the tokens. A recurrence needs only the state before its part, which
+# `parallel.pass_states` computes: each device sends one state and one transition to the others,
+# whatever the length.
 
 mesh = parallel.make_mesh(sequence=-1)
 parts = PartitionSpec(None, "sequence")

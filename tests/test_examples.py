@@ -27,10 +27,10 @@ SHOWN = {
 pytestmark = pytest.mark.skipif(not SCRIPTS, reason="installed without its examples")
 
 
-def quick_and_slow():
-    for script in SCRIPTS:
-        marks = () if script.stem in QUICK else pytest.mark.slow
-        yield pytest.param(script, id=script.stem, marks=marks)
+CASES = [
+    pytest.param(script, id=script.stem, marks=() if script.stem in QUICK else pytest.mark.slow)
+    for script in SCRIPTS
+]
 
 
 def test_what_every_script_shows_is_listed():
@@ -42,12 +42,16 @@ def test_a_script_has_fewer_than_80_lines(script):
     assert len(script.read_text(encoding="utf-8").splitlines()) < 80
 
 
-@pytest.mark.parametrize("script", quick_and_slow())
+@pytest.mark.parametrize("script", CASES)
 def test_a_script_runs_and_shows_what_it_says(script, tmp_path):
     pytest.importorskip("matplotlib")
-    environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    settings = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=os.environ | settings,
+        text=True,
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
     assert SHOWN[script.stem] in done.stdout
