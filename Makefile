@@ -14,7 +14,7 @@ WORKERS := $(shell n=$(CPUS); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 export PYTHON
 python := "$(VENV)/bin/python"
 setup := @scripts/setup_venv.sh "$(VENV)"
-sources := .ci benchmarks effattn experiments scripts tests
+sources := .ci benchmarks effattn examples experiments scripts tests
 pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help

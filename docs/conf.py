@@ -24,11 +24,13 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinxcontrib.katex",
     "sphinx_design",
+    "sphinx_gallery.gen_gallery",
     "extensions.docstrings",
     "extensions.api_pages",
     "extensions.generated_tables",
     "extensions.mechanism_pages",
     "extensions.repository_links",
+    "extensions.gallery",
 ]
 intersphinx_mapping = inventories.written(HERE / "_build" / "inventories")
 root_doc = "index"
@@ -45,10 +47,27 @@ napoleon_use_ivar = True
 maximum_signature_line_length = 80
 highlight_language = "none"
 
+# Every script is executed, one after another; a failing one fails the build.
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": "",
+    "within_subsection_order": "FileNameSortKey",
+    "reset_modules": ("matplotlib", "extensions.gallery.start_afresh"),
+    "reset_modules_order": "both",
+    "doc_module": ("effattn",),
+    "capture_repr": (),
+    "notebook_extensions": set(),
+    "download_all_examples": False,
+    "show_signature": False,
+    "min_reported_time": float("inf"),
+    "write_computation_times": False,
+}
+
 # Of KaTeX, the style sheet and the fonts are here, and the extension has the rest.
 katex_css_path = "katex/katex.min.css"
 html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_css_files = ["site.css", "gallery.css"]
 
 html_theme = "sphinx_book_theme"
 html_title = "effattn"
