@@ -263,7 +263,8 @@ def run(config: Config, folder: Path, made: dict[str, Any], corpus: corpora.Corp
     records: list[Record] = []
     if path.is_file():
         remedy = "delete it, and the same command starts again"
-        records = metrics.read_json(path, ("records",), remedy)["records"]
+        rows = {"records": ("task", "family", "size", "kept")}
+        records = metrics.read_json(path, (), remedy, rows)["records"]
     done = {(r["task"], r["family"], r["size"]) for r in records}
     make = {"similarity": lambda: similarity(config, corpus), "atoms": lambda: atoms(config)}
     tasks = ["similarity", "atoms"] if made["config"]["encoder"] else ["atoms"]

@@ -103,8 +103,8 @@ PRESETS = {
 def points_of(folder: Path, mechanisms: Sequence[str]) -> tuple[list[Point], dict[str, str]]:
     """Returns a point for each mechanism and seed of a folder, and the mechanisms left out."""
     path = folder / "summary.json"
-    found = read_json(path, ("runs", "left_out"), f"delete {folder} to train it again")
     keys = ("mechanism", "seed", "parameters", "tokens", "loss", "bits_per_byte", "learning_rate")
+    found = read_json(path, ("left_out",), f"delete {folder} to train it again", {"runs": keys})
     runs = [run for run in found["runs"] if run["mechanism"] in mechanisms]
     return [{key: run[key] for key in keys} for run in runs], found["left_out"]
 

@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from experiments.harness.errors import UserError
 from experiments.harness.schedules import Schedule
+
+NO_ROWS: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -35,13 +38,16 @@ def _unwritten(path: Path, error: OSError) -> UserError:
     )
 
 
-def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
+def read_json(
+    path: Path, keys: Collection[str], remedy: str, rows: Mapping[str, Collection[str]] = NO_ROWS
+) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Args:
       path: path of the file.
       keys: keys that the object must have.
       remedy: advice on a damaged file.
+      rows: keys of lists of objects, with the keys that each of these objects must have.
 
     Raises:
       UserError: the file is damaged.
@@ -50,9 +56,17 @@ def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not found.keys() >= set(keys):
+    if not _has(found, {*keys, *rows}) or not all(
+        isinstance(found[key], list) and all(_has(row, needed) for row in found[key])
+        for key, needed in rows.items()
+    ):
         raise UserError(f"{path} is damaged; {remedy}")
     return found
+
+
+def _has(value: Any, keys: Collection[str]) -> bool:
+    """Returns whether this is an object with all these keys."""
+    return isinstance(value, dict) and value.keys() >= set(keys)
 
 
 def read(path: Path, schedule: Schedule, step: int) -> list[dict[str, Any]]:

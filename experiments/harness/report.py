@@ -22,6 +22,21 @@ Row = dict[str, Any]
 # Version of the keys of `summary.json`.
 SCHEMA = 2
 
+# Keys of a result, beside the measures of its task.
+OF_RUN = (
+    "mechanism",
+    "seed",
+    "learning_rate",
+    "loss",
+    "held_out",
+    "tokens",
+    "tokens_per_second",
+    "parameters",
+    "state_bytes",
+    "temporary_bytes",
+    "curve",
+)
+
 # These measures are shown as percentages.
 SHARES = frozenset({"accuracy", "exact", "near", "far", "near_dear", "far_dear"})
 
@@ -260,7 +275,9 @@ def _read_summary(
     remedy = f"delete {markdown}, and the same command writes both again"
     if not path.is_file():
         raise UserError(f"{path} is gone; {remedy}")
-    found = read_json(path, keys, f"delete it and {markdown}; the same command writes both again")
+    again = f"delete it and {markdown}; the same command writes both again"
+    rows = dict.fromkeys((key for key in keys if key in ("runs", "sweep")), OF_RUN)
+    found = read_json(path, keys, again, rows)
     if found.get("schema", SCHEMA) != SCHEMA:
         raise UserError(
             f"{path} has version {found['schema']} of the results, and this program reads version "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.harness import machine, metrics, processes
+from experiments.harness import machine, metrics, processes, report
 from experiments.harness.naming import folder_name
 from experiments.harness.programs import Programs
 from experiments.harness.progress import Progress
@@ -58,7 +58,7 @@ class Trials:
         earlier = self.known.get((mechanism, learning_rate, seed))
         if path.is_file():
             remedy = f"delete {path} to measure that run again"
-            earlier = metrics.read_json(path, ("mechanism", self.task.headline, "curve"), remedy)
+            earlier = metrics.read_json(path, (*report.OF_RUN, self.task.headline), remedy)
         if earlier is not None:
             with self.progress.begin(name, self.schedule.steps):
                 return earlier

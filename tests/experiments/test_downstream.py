@@ -50,9 +50,16 @@ def test_atoms_are_measured_and_a_stopped_run_goes_on(
     monkeypatch.setattr(downstream, "atoms", interrupted)
     assert downstream.main(command) == 130
     assert not (output / "summary.md").exists()
-    assert len(json.loads((output / "summary.json").read_text())["records"]) == 2
+    summary = output / "summary.json"
+    stopped = json.loads(summary.read_text())
+    assert len(stopped["records"]) == 2
+    summary.write_text(json.dumps({**stopped, "records": [{}]}))
+    assert downstream.main(command) == 1
+    said = capsys.readouterr()
+    assert "summary.json is damaged; delete it" in said.err
+    summary.write_text(json.dumps(stopped))
     assert downstream.main(command) == 0
-    out = capsys.readouterr().out
+    out = said.out + capsys.readouterr().out
     assert out.count("atoms  window  size 40") == 1 and encoder.INSTALL in out
     summary = json.loads((output / "summary.json").read_text())
     assert f"`{summary['command']}`" in (output / "summary.md").read_text()

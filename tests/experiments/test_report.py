@@ -26,6 +26,7 @@ def result(mechanism, seed, bits, **changes):
         "folder": f"{mechanism}-{seed}",
         "step": 2,
         "tokens": 2000,
+        "loss": bits * math.log(2),
         "bits_per_byte": bits,
         "perplexity": 2**bits,
         "word_perplexity": None,
@@ -275,6 +276,17 @@ def test_damaged_results_are_one_sentence_that_says_what_to_delete(tmp_path, con
     path.write_text(content)
     with pytest.raises(UserError, match=r"summary\.json is damaged; delete .*summary\.md"):
         report.read_report(tmp_path)
+
+
+@pytest.mark.parametrize("runs", [[{}], [None], {}, [{"mechanism": "softmax"}]])
+@pytest.mark.parametrize("key", ["runs", "sweep"])
+def test_results_without_their_keys_are_damaged(tmp_path, key, runs):
+    write(tmp_path, RUNS)
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: runs}))
+    for read in (report.read_report, report.earlier_runs):
+        with pytest.raises(UserError, match=r"summary\.json is damaged; delete .*summary\.md"):
+            read(tmp_path)
 
 
 def test_results_that_are_gone_are_one_sentence_that_says_what_to_delete(tmp_path):

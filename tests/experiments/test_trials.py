@@ -25,6 +25,7 @@ def one(tmp_path, monkeypatch, lines):
         run.folder.mkdir()
         trained.append(run)
         record = {"step": 4, "tokens": 8, "seconds": 2.0, "loss": run.learning_rate}
+        record["temporary_bytes"] = 6
         at = {"tokens": 8, "seconds": 2.0}
         losses = [{"step": step, **at, "train_loss": 9.0} for step in range(1, 5)]
         records = [*losses[:2], {**record, "step": 2}, *losses[2:], record]
@@ -43,7 +44,7 @@ def one(tmp_path, monkeypatch, lines):
 
 def test_a_result_has_the_record_and_all_held_out_sets(one):
     result = one.run("softmax", 2.0, 5)
-    record = {"step": 4, "tokens": 8, "seconds": 2.0, "loss": 2.0}
+    record = {"step": 4, "tokens": 8, "seconds": 2.0, "loss": 2.0, "temporary_bytes": 6}
     assert result == {
         "mechanism": "softmax",
         "seed": 5,
@@ -74,7 +75,7 @@ def test_a_known_result_is_not_trained_again(one):
     assert one.run("linear", 2.0, 5)["mechanism"] == "linear" and len(one.trained) == 2
 
 
-@pytest.mark.parametrize("content", ["", "{}", "null", '{"mecha'])
+@pytest.mark.parametrize("content", ["", "{}", "null", '{"mecha', '{"mechanism": "softmax"}'])
 def test_a_damaged_result_is_one_sentence(one, content):
     result = one.run("softmax", 2.0, 0)
     (one.folder / result["folder"] / "result.json").write_text(content)
