@@ -35,6 +35,14 @@ class Sums(NamedTuple):
         present = self.weights > 0
         return jnp.where(present, self.values, 0) / jnp.where(present, self.weights, 1)
 
+    def emptied(self, flags: jax.Array) -> "Sums":
+        """Returns the empty sums where a flag is set.
+
+        Larger keys of an earlier document would make the weights of the next one underflow.
+        """
+        empty = empty_sums(self.values.shape, self.values.dtype)
+        return jax.tree.map(lambda none, sums: jnp.where(flags, none, sums), empty, self)
+
     def plus(self, other: "Sums") -> "Sums":
         """Returns the sums over the tokens of both operands."""
         largest = lax.stop_gradient(jnp.maximum(self.largest, other.largest))
@@ -159,8 +167,8 @@ def passed_sums(
 
     def after(before, pair):
         kept, fall, added = pair
-        before = Sums(before.values * kept, before.weights * kept, before.largest - fall)
-        return before.plus(added)
+        before = Sums(before.values, before.weights, before.largest - fall)
+        return before.emptied(kept == 0).plus(added)
 
     return passed_states.chained(parts, (kept, fall, added), initial_sums(initial, key), after)
 

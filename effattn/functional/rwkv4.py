@@ -86,8 +86,7 @@ def rwkv4_mixing(
     sums = with_initial(initial, running_sums(*given, initial))
     before = jax.tree.map(lambda x: x[:, :-1], sums)
     if starts is not None:
-        values_before, weights = (jnp.where(starts[..., None], 0, x) for x in before[:2])
-        before = Sums(values_before, weights, before.largest)
+        before = before.emptied(starts[..., None])
     y = before.plus(one_token(key + lead(bonus, 3), values)).average()
     y = cleared(y, valid).astype(dtype)
     after = jax.tree.map(lambda x: x[:, -1], sums) if after is None else after

@@ -77,6 +77,23 @@ def test_forward_mode_through_a_scan_says_what_to_use():
         jax.jvp(mix, (key,), (key,))
 
 
+def test_rwkv4_mixing_of_a_document_behind_one_of_far_larger_keys():
+    """The weights of the second document do not underflow beside those of the first."""
+    shift = np.where(np.arange(9) < 4, 100, -50)[:, None].astype(np.float32)
+    ids = jnp.asarray([[1] * 4 + [2] * 5] * 2)
+
+    @jax.jit
+    def run(key, value, ids):
+        mix = functools.partial(effattn.rwkv4_mixing, decay=jnp.ones(D), bonus=jnp.ones(D))
+        y, pull_back = jax.vjp(lambda *arrays: mix(*arrays, segment_ids=ids), key, value)
+        return y, pull_back(jnp.cos(y))
+
+    together = run(X + shift, X, ids)
+    alone = run((X + shift)[:, 4:], X[:, 4:], ids[:, 4:])
+    for found, right in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+        close(found[:, 4:], right, 2e-5)
+
+
 def test_rwkv4_mixing_takes_zeros_for_the_state_of_no_token():
     """Zeros work even before keys for which exp(k) underflows."""
     key, value = np.full((1, 3, 2), -200, np.float32), np.ones((1, 3, 2), np.float32)

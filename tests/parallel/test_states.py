@@ -230,6 +230,22 @@ def test_documents_that_cross_devices(name):
     assert_close(jax.jit(run)(*arrays), jax.jit(functools.partial(call, function))(*arrays), 2e-5)
 
 
+def test_a_document_crosses_devices_behind_one_of_far_larger_keys():
+    """The weights of the second document do not underflow beside those of the first."""
+    ids = jnp.where(jnp.arange(TOKENS) < 30, 1, 2)[None] * jnp.ones((BATCH, 1), jnp.int32)
+    key = X + jnp.where(ids == 1, 100, -50)[..., None]
+    decay, bonus = jnp.abs(MODES.real[:, 0]), MODES.imag[:, 0]
+    mix = functools.partial(effattn.rwkv4_mixing, decay=decay, bonus=bonus)
+    run = jax.shard_map(
+        lambda key, value, ids: parallel.pass_states(mix, "sequence")(key, value, segment_ids=ids),
+        mesh=parallel.make_mesh(data=2, sequence=4),
+        in_specs=OF_TOKENS,
+        out_specs=OF_TOKENS,
+    )
+    right = jax.jit(mix)(key, Y, segment_ids=ids)
+    assert_close(jax.jit(run)(key, Y, ids), right, 1e-5)
+
+
 def passed(function, devices, **options):
     mesh = parallel.make_mesh(data=2, sequence=-1, devices=jax.devices()[: 2 * devices])
     call = parallel.pass_states(function, "sequence")

@@ -78,7 +78,7 @@ def first_layers(config: TransformerConfig, count: int) -> TransformerConfig:
 
 def hidden_features(config: TransformerConfig) -> int:
     """Hidden features of the feed-forward layers."""
-    parameters = split(config, 0, "feed_forward")[1]
+    parameters = split(at_length(config, _FEW), 0, "feed_forward")[1]
     up = parameters["up_kernels"] if "up_kernels" in parameters else parameters["up"]["kernel"]
     return up.get_value().shape[-1]
 

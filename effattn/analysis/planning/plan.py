@@ -115,7 +115,8 @@ def plan(
       model: sizes; of a `TransformerLM` its configuration, so that it may be abstract
         (`nnx.eval_shape`).
       mechanism: a registered name, or a mapping with a name under "name" and options; None for the
-        mixers of the model. One without key heads has none of the model's.
+        mixers of the model. One without key heads has none of the model's, and one of limited
+        length has the context as its limit.
       context: T, tokens of a sequence.
       mesh: devices along axes of `effattn.parallel.AXES`, such as `{"fsdp": 8, "tensor": 4}`.
       hardware: a name of `HARDWARE`, or a `Hardware` with rates of your own.

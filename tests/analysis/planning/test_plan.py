@@ -174,12 +174,15 @@ def test_a_mixer_without_heads_has_no_tensor_parallelism():
         plan(config, None, 128, {"tensor": 2}, "h100", batch=8)
 
 
-def test_key_heads_of_the_model_are_left_out_for_mechanisms_without():
+def test_the_model_fits_each_mechanism():
+    """Key heads are left out for a mechanism without, and the context is the largest length."""
+
     def parameters(mechanism, **options):
         config = dataclasses.replace(MODEL, **options)
         return plan(config, mechanism, 128, {}, "h100").memory.parameters
 
     assert parameters("lstm") == parameters("lstm", num_kv_heads=None)
+    assert parameters("hyena") == parameters("hyena", max_length=128)
     assert parameters("softmax") < parameters("softmax", num_kv_heads=None)
 
 
