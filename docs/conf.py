@@ -47,7 +47,8 @@ napoleon_use_ivar = True
 maximum_signature_line_length = 80
 highlight_language = "none"
 
-# Every script is executed, one after another; a failing one fails the build.
+# Every script is executed; a failing one fails the build. Other processes run them, because Sphinx
+# forks this one to read pages, which a process that has run JAX does not survive.
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
@@ -60,6 +61,7 @@ sphinx_gallery_conf = {
     "notebook_extensions": set(),
     "download_all_examples": False,
     "show_signature": False,
+    "parallel": 2,
     "min_reported_time": float("inf"),
     "write_computation_times": False,
 }
