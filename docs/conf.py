@@ -22,9 +22,10 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    # Before KaTeX, whose clean-up would hide the message about a failing script.
+    "sphinx_gallery.gen_gallery",
     "sphinxcontrib.katex",
     "sphinx_design",
-    "sphinx_gallery.gen_gallery",
     "extensions.docstrings",
     "extensions.api_pages",
     "extensions.generated_tables",
