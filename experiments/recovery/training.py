@@ -56,7 +56,7 @@ def conversion(config: "Config", task: Task, mechanism: str) -> dict[str, dict[s
         return converter(config, task, mechanism)(build(rngs), rngs)
 
     def trial() -> None:
-        models.check_call(mechanism, converted, task)
+        models.check_call(mechanism, converted, task, bool(config.imports))
 
     checks.check_mechanism("--mechanisms", mechanism, trial)
     before, after = (nnx.eval_shape(lambda of=of: of(nnx.Rngs(0))) for of in (build, converted))

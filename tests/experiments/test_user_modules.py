@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from effattn import registry
-from experiments import lm, recall, seq2seq
+from experiments import finetune, lm, recall, seq2seq
 from tests.testing.test_library import example
 
 MODULE = '''
@@ -163,6 +163,15 @@ def test_a_faulty_mechanism_is_refused_before_training(here, capsys, name, sente
     assert re.search(sentence, error)
     assert error.startswith("error: --mechanisms: ") and error.count("\n") == 1
     assert not (here / "run").exists()
+
+
+def test_models_are_not_converted_to_a_faulty_mechanism(here, folder_of_text, capsys):
+    sizes = "--context 16 --width 8 --heads 2 --layers 1 --batch 4 --output run"
+    command = f"--import their_mechanisms.faulty --mechanisms has_no_gradient {sizes}"
+    assert finetune.main([*command.split(), "--corpus", str(folder_of_text)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: --mechanisms: Reverse-mode differentiation does not work")
+    assert error.count("\n") == 1 and not (here / "run").exists()
 
 
 def test_without_imports_the_settings_are_as_before():
