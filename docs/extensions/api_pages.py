@@ -3,7 +3,8 @@
 import importlib
 import inspect
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from sphinx.util import logging
 
@@ -55,7 +56,8 @@ def public_names(module: str) -> list[str]:
         for name, value in vars(loaded).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module
     ]
-    return [n for n in names if not inspect.ismodule(getattr(loaded, n))]
+    left_out = ModuleType, TypeVar
+    return [name for name in names if not isinstance(getattr(loaded, name), left_out)]
 
 
 def overview() -> str:

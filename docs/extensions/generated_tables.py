@@ -44,7 +44,9 @@ def costs(direction: str) -> str:
         ]
         if direction == "causal":
             cells.append("-" if state is None else _bytes(state))
-        cells.append("-" if quality is None else f"{quality[0]:.2f} ({quality[1]})")
+        cells.append(
+            "-" if quality is None else f"{quality[0]:.2f}\N{NO-BREAK SPACE}({quality[1]})"
+        )
         slowness = [relative.get(n) or float("inf") for n in (16384, 4096)]
         lines.append((slowness, cells))
     rows = [cells for _, cells in sorted(lines)]
@@ -61,7 +63,7 @@ def _number(value):
 def _bytes(size):
     for unit, scale in (("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
-            return f"{size / scale:,.1f} {unit}"
+            return f"{size / scale:,.1f}\N{NO-BREAK SPACE}{unit}"
     return f"{size} B"
 
 

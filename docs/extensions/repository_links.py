@@ -54,7 +54,7 @@ def _copy(app):
 
 
 def _convert(app, docname, source):
-    if app.env.doc2path(docname).endswith(".md"):
+    if Path(app.env.doc2path(docname)).suffix == ".md":
         source[0], missing = converted(source[0], docname)
         for path in missing:
             _LOG.warning("%s does not exist, but this page links to it", path, location=docname)
