@@ -32,6 +32,11 @@ LEAST, MOST = 128, 2**26
 PREFIXES, QUICK_PREFIXES, DECODE_STEPS = (1024, 16384), (1024,), 30
 MOST_CACHE_BYTES = 1e9  # parameters of a layer that decodes; a table of N^2 has more
 
+# Keys of the records.
+OF_LAYER = ("mechanism", "direction", "length", "state_bytes", "passes")
+OF_LONGEST = ("mechanism", "direction", "memory", "forward", "step")
+OF_PLAIN = ("length", "forward", "step")
+
 Record = dict[str, Any]
 
 
@@ -134,7 +139,7 @@ def measure_layers(config: Config, names: Sequence[str], folder: Path) -> list[R
                     return measuring.measure(layer, budget, before, exact)
 
                 path = folder / "layers" / f"{name}-{direction}-{length}.json"
-                records[name, direction, length] = recall(path, ("passes",), make)
+                records[name, direction, length] = recall(path, OF_LAYER, make)
         measuring.forget()
     return list(records.values())
 
@@ -166,7 +171,7 @@ def find_longest(
                 return record
 
             path = folder / "longest" / f"{name}-{direction}.json"
-            records.append(recall(path, ("forward", "step"), make))
+            records.append(recall(path, OF_LONGEST, make))
     return records
 
 
@@ -203,7 +208,7 @@ def measure_plain(folder: Path) -> list[Record]:
             programs = {w: compile_pass(layer, w, count=False) for w in ("forward", "step")}
             return {"length": length} | {w: p.temporary_bytes for w, p in programs.items()}
 
-        records.append(recall(folder / "plain" / f"{length}.json", ("forward", "step"), make))
+        records.append(recall(folder / "plain" / f"{length}.json", OF_PLAIN, make))
     return records
 
 

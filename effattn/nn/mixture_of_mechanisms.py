@@ -97,7 +97,8 @@ class MixtureOfMechanisms(SeveralMixers):
         super().__init__(in_features, **options)
         if gate not in ("soft", "top1"):
             raise ValueError(f'gate must be "soft" or "top1", got {gate!r}')
-        several = mechanisms if isinstance(mechanisms, Sequence) else ()
+        is_several = isinstance(mechanisms, Sequence) and not isinstance(mechanisms, str)
+        several = mechanisms if is_several else ()
         if len(several) < 2:
             raise ValueError(
                 "mechanisms must be two or more registered names, callables, or mappings with a "

@@ -251,7 +251,8 @@ def test_lengths_and_bytes_are_short():
     assert tables._bytes(4 * 2**30) == "4 GiB"
 
 
-def test_a_damaged_record_is_an_error(tmp_path):
-    (tmp_path / "a.json").write_text('{"other": 1}')
+@pytest.mark.parametrize("content", ['{"other": 1}', '{"passes": {}}'])
+def test_a_damaged_record_is_an_error(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
     with pytest.raises(UserError, match="is damaged"):
-        efficiency.recall(tmp_path / "a.json", ("passes",), dict)
+        efficiency.recall(tmp_path / "a.json", efficiency.OF_LAYER, dict)

@@ -85,6 +85,7 @@ def test_the_penalty_is_the_mean_cost_of_valid_tokens():
         ({"mechanisms": ("softmax", "sofmax")}, "unknown mechanism 'sofmax'"),
         ({"mechanisms": (1, 2)}, "each item of mechanisms must be a registered name, .* got 1"),
         ({"mechanisms": None}, "two or more registered names, .* got None"),
+        ({"mechanisms": "softmax"}, "two or more registered names, .* got 'softmax'"),
         (
             {"costs": (1, None)},
             "costs must be 2 numbers, 0 or more, one for each mechanism, got None",
