@@ -274,7 +274,8 @@ def save(figure: Any, path: Path) -> None:
 def write_pictures(folder: Path) -> None:
     """Writes all pictures."""
     try:
-        (folder / "mechanisms").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "mechanisms").mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write the output folder {folder}: {error.strerror}") from None
     patterns = [

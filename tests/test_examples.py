@@ -11,7 +11,6 @@ import effattn
 
 ROOT = pathlib.Path(effattn.__file__).parents[1]
 SCRIPTS = sorted(ROOT.glob("examples/*.py"))
-QUICK = {"images_2d_window", "streamed_generation"}
 
 # A part of what each script prints.
 SHOWN = {
@@ -27,12 +26,6 @@ SHOWN = {
 pytestmark = pytest.mark.skipif(not SCRIPTS, reason="installed without its examples")
 
 
-CASES = [
-    pytest.param(script, id=script.stem, marks=() if script.stem in QUICK else pytest.mark.slow)
-    for script in SCRIPTS
-]
-
-
 def test_what_every_script_shows_is_listed():
     assert [script.stem for script in SCRIPTS] == sorted(SHOWN)
 
@@ -42,7 +35,8 @@ def test_a_script_has_fewer_than_80_lines(script):
     assert len(script.read_text(encoding="utf-8").splitlines()) < 80
 
 
-@pytest.mark.parametrize("script", CASES)
+@pytest.mark.slow  # the build of the site runs them too
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_runs_and_shows_what_it_says(script, tmp_path):
     pytest.importorskip("matplotlib")
     settings = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
