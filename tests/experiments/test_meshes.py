@@ -83,7 +83,11 @@ def test_stages_must_fit_the_options(changes, message):
     ("mechanism", "mesh", "message"),
     [
         ("softmax/linear", "stage=2,data=4", "layer 1 is built differently from layer 0"),
-        ("lstm", "stage=2,sequence=4", "LSTM cannot be called on parts of the tokens"),
+        (
+            "mixture_of_mechanisms,gate='top1',capacity=0.5",
+            "stage=2,sequence=4",
+            "MixtureOfMechanisms cannot be called on parts of the tokens",
+        ),
     ],
 )
 def test_models_must_fit_the_stages(mechanism, mesh, message):

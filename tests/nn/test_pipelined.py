@@ -190,13 +190,22 @@ def test_devices_hold_their_stage_alone_and_send_activations():
     assert {*sent} == {f"{BATCH // 2},{TIME},16", ""}
 
 
+# Its places depend on all tokens of a row.
+MIXTURE = {
+    "name": "mixture_of_mechanisms",
+    "mechanisms": ("linear", "softmax"),
+    "gate": "top1",
+    "capacity": 0.5,
+}
+
+
 @pytest.mark.devices
 @pytest.mark.parametrize(
     ("sizes", "changes", "message"),
     [
         ({"stage": 4, "data": 2}, {}, "must have an axis 'stage' of size 2"),
         ({"stage": 2, "sequence": 4}, {"experts": nn.Experts(2)}, "needs a mesh without an axis"),
-        ({"stage": 2, "sequence": 4}, {"mixer": "lstm"}, "cannot be called on parts of the tokens"),
+        ({"stage": 2, "sequence": 4}, {"mixer": MIXTURE}, "cannot be called on parts of the toke"),
     ],
     ids=str,
 )
