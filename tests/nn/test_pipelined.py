@@ -205,7 +205,7 @@ MIXTURE = {
     [
         ({"stage": 4, "data": 2}, {}, "must have an axis 'stage' of size 2"),
         ({"stage": 2, "sequence": 4}, {"experts": nn.Experts(2)}, "needs a mesh without an axis"),
-        ({"stage": 2, "sequence": 4}, {"mixer": MIXTURE}, "cannot be called on parts of the toke"),
+        ({"stage": 2, "sequence": 4}, {"mixer": MIXTURE}, "called on parts of the tokens"),
     ],
     ids=str,
 )
