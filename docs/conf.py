@@ -67,7 +67,7 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
 }
 
-# Of KaTeX, the style sheet and the fonts are here, and the extension has the rest.
+# The style sheet and the fonts of KaTeX are in _static; its extension has the scripts.
 katex_css_path = "katex/katex.min.css"
 html_static_path = ["_static"]
 html_css_files = ["site.css", "gallery.css"]

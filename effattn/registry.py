@@ -283,15 +283,3 @@ def names(capability: str | None = None) -> tuple[str, ...]:
         for name, entry in _MECHANISMS.items()
         if capability is None or capability in entry.capabilities
     )
-
-
-def table() -> str:
-    """Markdown table of all mechanisms."""
-    lines = ["| name | family | time | causal | paper |", "| --- | --- | --- | --- | --- |"]
-    for entry in _MECHANISMS.values():
-        directions = [d for d in ("causal", "bidirectional") if d in entry.capabilities]
-        causal = " and ".join(directions)
-        lines.append(
-            f"| `{entry.name}` | {entry.family} | {entry.complexity} | {causal} | {entry.paper} |"
-        )
-    return "\n".join(lines)

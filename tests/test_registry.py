@@ -116,17 +116,6 @@ def test_capabilities_are_known_ones():
         entry(capabilities=frozenset({"causal", "flying"}))
 
 
-def test_the_table_has_a_row_for_each(scratch):
-    registry.register(entry(capabilities=frozenset({"causal", "bidirectional"})))
-    head, rule, *rows = registry.table().splitlines()
-    columns = head.count("|")
-    assert len(rows) == len(registry.names())
-    assert all(row.count("|") == columns for row in (rule, *rows))
-    assert rows[-1] == (
-        "| `nothing` | none | O(1) | causal and bidirectional | Nobody 1900, Nothing |"
-    )
-
-
 def test_the_readme_links_to_a_page_of_each_mechanism():
     root = pathlib.Path(effattn.__file__).parents[1]
     readme = root / "README.md"

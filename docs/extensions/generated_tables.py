@@ -82,7 +82,7 @@ def by_device() -> str:
 
 
 def kernels() -> str:
-    """What each implementation of block attention and of the recurrences needs."""
+    """Requirements of each implementation of block attention and of the recurrences."""
     rows = {
         (row.implementation, row.platform, ", ".join(row.dtypes), row.others or "")
         for name in ("softmax", "linear", "gated_linear")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from effattn import registry
-from effattn.advice import about, quality
+from effattn.advice import about, facts, quality
 from effattn.advice.layers import Layer
 from effattn.registry import Mechanism
 
@@ -43,7 +43,7 @@ def catalogue() -> str:
         rows = [
             (
                 f"[`{entry.name}`]({entry.name}.md)",
-                _causal_or_not(entry),
+                facts.directions(entry),
                 "yes" if "decode" in entry.capabilities else "no",
                 entry.complexity,
                 entry.paper,
@@ -74,16 +74,15 @@ def generated(name: str) -> str:
 
 
 def _facts(entry: Mechanism) -> str:
-    facts = about.facts_of(entry)
-    facts["time"], facts["memory"] = facts["time"].split("; memory: ")
-    layer = facts["layer"].rpartition(".")
-    facts["layer"] = f"{{py:class}}`{layer[2]} <{facts['layer']}>`"
-    if "function" in facts:
-        facts["function"] = f"{{py:func}}`{facts['function']}`"
-    facts["source"] = f"[`{facts['source']}`](../../{source(entry)})"
+    found = about.facts_of(entry)
+    layer = found["layer"].rpartition(".")
+    found["layer"] = f"{{py:class}}`{layer[2]} <{found['layer']}>`"
+    if "function" in found:
+        found["function"] = f"{{py:func}}`{found['function']}`"
+    found["source"] = f"[`{found['source']}`](../../{source(entry)})"
     order = "family", "kind", "direction", "time", "memory", "drawbacks"
     order += "function", "layer", "source", "paper"
-    rows = [(f"**{name}**", facts[name]) for name in order if name in facts]
+    rows = [(f"**{name}**", found[name]) for name in order if name in found]
     return table(("", ""), rows)
 
 
@@ -234,7 +233,3 @@ def _times(found):
     if (times := measurements.times(found)) is not None:
         return f"{times:.3g}"
     return f"{found['seconds']:.3g} s" if "seconds" in found else "-"
-
-
-def _causal_or_not(entry):
-    return " and ".join(d for d in ("causal", "bidirectional") if d in entry.capabilities)

@@ -28,7 +28,8 @@ def facts_of(entry: Mechanism) -> dict[str, str]:
         "family": entry.family,
         "kind": f"{kind}, {facts.KINDS[kind]}",
         "direction": facts.directions(entry),
-        "time": f"{entry.complexity}; memory: O({_power(entry.memory_exponent)})",
+        "time": entry.complexity,
+        "memory": f"O({_power(entry.memory_exponent)})",
         "drawbacks": "; ".join(facts.gives_up(entry)),
         "paper": entry.paper,
     }

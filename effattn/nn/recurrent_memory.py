@@ -96,7 +96,6 @@ class RecurrentMemoryAttention(CausalMixer):
         """
         x = tokens_of("x", x, self.in_features)
         batch, time, features = x.shape
-        sequence_parts.check_blocks("segments", self.segment_size, time)
         if time % self.segment_size:
             raise ValueError(
                 f"x must have a multiple of segment_size={self.segment_size} tokens, got {time}"
