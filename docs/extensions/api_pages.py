@@ -32,20 +32,21 @@ def setup(app: Any) -> dict[str, bool]:
 def _write(app):
     folder = Path(app.srcdir, "api")
     folder.mkdir(exist_ok=True)
-    _replace(folder / "index.rst", overview())
+    pages = {"index": overview()}
     for module in MODULES:
-        _replace(folder / f"{module}.rst", index_of(module))
+        pages[module] = index_of(module)
         for name in public_names(module):
             page = f"{module}.{name}"
-            _replace(folder / f"{page}.rst", page_of(module, name))
+            pages[page] = page_of(module, name)
             if not has_text(module, name):
                 _LOG.warning("%s has no docstring", page, location=f"api/{page}")
-
-
-def _replace(path, text):
-    """Writes a page that has changed; Sphinx reads unchanged pages only once."""
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+    for path in folder.glob("*.rst"):
+        if path.stem not in pages:  # of a name that is gone
+            path.unlink()
+    for page, text in pages.items():
+        path = folder / f"{page}.rst"
+        if not path.exists() or path.read_text() != text:  # Sphinx reads changed pages alone
+            path.write_text(text)
 
 
 def public_names(module: str) -> list[str]:
