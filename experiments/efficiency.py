@@ -9,11 +9,12 @@ options.
 """
 
 import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tyro
 
@@ -38,6 +39,8 @@ OF_LONGEST = ("mechanism", "direction", "memory", "forward", "step")
 OF_PLAIN = ("length", "forward", "step")
 
 Record = dict[str, Any]
+Extra = Literal["longest", "caches", "stored"]
+EXTRAS: tuple[Extra, ...] = get_args(Extra)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +58,20 @@ class Config:
     imports: user_modules.Modules = ()
     directions: tuple[Literal["causal", "bidirectional"], ...] = ()  # default both; quick: causal
     lengths: tuple[int, ...] = ()  # tokens, powers of two; default 256 to 1048576
+    features: int = 256  # width of a layer
+    heads: int = 4
+    precision: Literal["float32", "bfloat16"] = "float32"  # parameters are float32
+    # Tokens of a batch where sequences are shorter; longer sequences are measured one by one. Fills
+    # a GPU, which a short sequence alone leaves idle.
+    tokens: int = 1
     rounds: int = 5  # calls of each program
     seconds: float = 1.0  # for the rounds of a program; longer lengths of slower ones are skipped
     memory: float | None = None  # GB that the longest sequence must fit into; default the device's
-    output: Path | None = None  # run folder; default runs/efficiency-HASH, by machine and budgets
+    # Tables beside those of time and memory: the longest sequence that fits, decode caches, and
+    # attention that stores its matrices. Each compiles many programs; "--extras" alone leaves out
+    # all.
+    extras: tuple[Extra, ...] = EXTRAS
+    output: Path | None = None  # run folder; default runs/efficiency-HASH, by machine and workload
 
     def all_directions(self) -> tuple[str, ...]:
         return self.directions or (("causal",) if self.quick else ("causal", "bidirectional"))
@@ -69,14 +82,16 @@ class Config:
 
 def check(config: Config) -> None:
     """Raises `UserError` if the options do not fit together."""
-    checks.check_counts(config, "rounds")
+    checks.check_counts(config, "rounds", "features", "heads", "tokens")
+    if config.features % config.heads:
+        raise UserError(f"--heads {config.heads} must divide --features {config.features}")
     checks.check_positive(config, "seconds")
     if config.memory is not None:
         checks.check_positive(config, "memory")
     for length in config.lengths:
         if not LEAST <= length <= MOST or length & (length - 1):
             raise UserError(f"--lengths must be powers of two from {LEAST} to {MOST}, got {length}")
-    for name in ("mechanisms", "lengths", "directions"):
+    for name in ("mechanisms", "lengths", "directions", "extras"):
         values = getattr(config, name)
         if len(set(values)) < len(values):
             raise UserError(f"--{name} must not repeat a value, got {' '.join(map(str, values))}")
@@ -127,21 +142,32 @@ def measure_layers(config: Config, names: Sequence[str], folder: Path) -> list[R
     lengths = config.all_lengths()
     for length, shorter in zip(lengths, [None, *lengths], strict=False):
         for direction in config.all_directions():
-            for name in names:
-                if direction not in directions_of(name):
-                    continue
-                layer = Layer(name, direction, length)
+            layers = {
+                folder / "layers" / f"{name}-{direction}-{length}.json": Layer(
+                    name, direction, length, workload_of(config)
+                )
+                for name in names
+                if direction in directions_of(name)
+            }
+            missing = [layer for path, layer in layers.items() if not path.exists()]
+            compiled = measuring.compile_layers(missing)
+            for path, layer in layers.items():
+                name = layer.mechanism
                 exact = None if name == EXACT else records[EXACT, direction, length]
                 before = records.get((name, direction, shorter or 0))
-
-                def make(layer: Any = layer, before: Any = before, exact: Any = exact) -> Record:
-                    print(f"{layer.length} tokens  {layer.direction} {layer.mechanism}", flush=True)
-                    return measuring.measure(layer, budget, before, exact)
-
-                path = folder / "layers" / f"{name}-{direction}-{length}.json"
+                make = functools.partial(_measure, layer, compiled, budget, before, exact)
                 records[name, direction, length] = recall(path, OF_LAYER, make)
         measuring.forget()
     return list(records.values())
+
+
+def _measure(layer: Any, compiled: Iterator[Any], *rest: Any) -> Record:
+    """Measures the layer whose programs come next."""
+    from experiments.costs import measuring
+
+    programs = next(compiled)
+    print(f"{layer.length} tokens  {layer.direction} {layer.mechanism}", flush=True)
+    return measuring.measure(layer, programs, *rest)
 
 
 def find_longest(
@@ -166,7 +192,10 @@ def find_longest(
                         and "needed_bytes" in r["passes"][which]
                     }
                     record[which] = measuring.longest(
-                        lambda length: Layer(name, direction, length), which, memory, known
+                        lambda length: Layer(name, direction, length, workload_of(config)),
+                        which,
+                        memory,
+                        known,
                     )
                 return record
 
@@ -181,7 +210,8 @@ def measure_caches(config: Config, names: Sequence[str], folder: Path) -> list[R
 
     prefixes, records = QUICK_PREFIXES if config.quick else PREFIXES, []
     for name in names:
-        for cache, layer in caches.cache_layers(name, 2 * max(prefixes)).items():
+        layers = caches.cache_layers(name, 2 * max(prefixes), workload_of(config))
+        for cache, layer in layers.items():
 
             def make(cache: str = cache, layer: Any = layer) -> Record:
                 print(f"cache  {cache}", flush=True)
@@ -196,7 +226,7 @@ def measure_caches(config: Config, names: Sequence[str], folder: Path) -> list[R
     return records
 
 
-def measure_plain(folder: Path) -> list[Record]:
+def measure_plain(config: Config, folder: Path) -> list[Record]:
     """Compiles exact attention that stores its matrices, and returns its temporary bytes."""
     from experiments.costs.layers import EXACT, Layer, compile_pass
 
@@ -204,12 +234,19 @@ def measure_plain(folder: Path) -> list[Record]:
     for length in PLAIN_LENGTHS:
 
         def make(length: int = length) -> Record:
-            layer = Layer(EXACT, "causal", length, (("implementation", "naive"),))
+            options = (("implementation", "naive"),)
+            layer = Layer(EXACT, "causal", length, workload_of(config), options)
             programs = {w: compile_pass(layer, w, count=False) for w in ("forward", "step")}
             return {"length": length} | {w: p.temporary_bytes for w, p in programs.items()}
 
         records.append(recall(folder / "plain" / f"{length}.json", OF_PLAIN, make))
     return records
+
+
+def workload_of(config: Config) -> Any:
+    from experiments.costs.layers import Workload
+
+    return Workload(config.features, config.heads, config.precision, config.tokens)
 
 
 def memory_of(config: Config) -> int:
@@ -252,7 +289,7 @@ def write_summary(
 ) -> None:
     """Draws the figures and writes `summary.json` and `summary.md`."""
     from experiments.costs import tables
-    from experiments.costs.layers import FEATURES, HEADS, WINDOW
+    from experiments.costs.layers import WINDOW
 
     figures = draw_all(folder, results)
     summary = {"command": command, "config": settings, **dataclasses.asdict(results)}
@@ -260,9 +297,8 @@ def write_summary(
     about = ", ".join(f"{key} {value}" for key, value in settings["environment"].items())
     parts = [
         "# Costs of attention against length",
-        f"One layer of {FEATURES} features and {HEADS} heads with its projections, batch 1, "
-        f"float32. Windows have {WINDOW} tokens; options follow the length where the registry's "
-        "complexity needs it.",
+        f"One layer with its projections: {results.workload}. Windows have {WINDOW} tokens; "
+        "options follow the length where the registry's complexity needs it.",
         f"    {command}",
         f"{about}. {config.rounds} rounds; after three rounds at most {config.seconds:g} s a "
         "program.",
@@ -289,20 +325,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rounds": config.rounds,
             "seconds": config.seconds,
             "memory": memory_of(config),
+            "workload": dataclasses.asdict(workload_of(config)),
             "environment": machine.environment(),
         }
         folder = folders.path_of(config.output, f"efficiency-{folders.fingerprint(settings)}")
         with folders.claimed(folder, settings):
             print(f"Writing to {folder}. If stopped, the same command goes on.", flush=True)
             layers = measure_layers(config, names, folder)
+            extras = {*config.extras}
+            if "causal" not in config.all_directions():
+                extras.discard("caches")
             results = tables.Results(
                 layers,
-                find_longest(config, names, layers, folder),
-                measure_caches(config, names, folder)
-                if "causal" in config.all_directions()
-                else [],
-                measure_plain(folder),
+                find_longest(config, names, layers, folder) if "longest" in extras else [],
+                measure_caches(config, names, folder) if "caches" in extras else [],
+                measure_plain(config, folder) if "stored" in extras else [],
                 memory_of(config),
+                workload_of(config),
             )
             command = command_of("efficiency", config, Config())
             write_summary(folder, config, settings, results, command)

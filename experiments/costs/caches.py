@@ -1,5 +1,6 @@
 """Decode caches: bytes a token, and decode steps a second after a prefix."""
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -9,24 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.costs.layers import EXACT, FEATURES, HEADS, Layer
+from experiments.costs.layers import EXACT, Layer, Workload
 
 PIECE = 4096  # tokens of a prefix that one call reads
 
-# Key heads of softmax attention by the name of the cache.
-SHARED = {"multi-head": HEADS, "grouped-query": HEADS // 2, "multi-query": 1}
+
+def key_heads(heads: int) -> dict[str, int]:
+    """Returns numbers of key heads of softmax attention by the name of the cache."""
+    return {"multi-head": heads, "grouped-query": heads // 2, "multi-query": 1}
 
 
-def cache_layers(mechanism: str, length: int) -> dict[str, Layer]:
+def cache_layers(mechanism: str, length: int, workload: Workload) -> dict[str, Layer]:
     """Returns the layers of a mechanism by the name of their cache; empty without decoding."""
-    layer = Layer(mechanism, "causal", length)
+    layer = Layer(mechanism, "causal", length, workload)
     if layer.state_bytes() is None:
         return {}
     if mechanism != EXACT:
         return {mechanism: layer}
     return {
-        f"{mechanism}, {name}": Layer(mechanism, "causal", length, (("num_kv_heads", heads),))
-        for name, heads in SHARED.items()
+        f"{mechanism}, {name}": dataclasses.replace(layer, options=(("num_kv_heads", heads),))
+        for name, heads in key_heads(workload.heads).items()
     }
 
 
@@ -38,7 +41,7 @@ def bytes_by_token(layer: Layer) -> tuple[int, float]:
     mixer = layer.build()
 
     def state_bytes(length: int) -> int:
-        state = jax.eval_shape(lambda: mixer.init_state(1, length, jnp.float32))
+        state = jax.eval_shape(lambda: mixer.init_state(1, length, layer.workload.precision))
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
     half, whole = state_bytes(layer.length // 2), state_bytes(layer.length)
@@ -54,7 +57,7 @@ def step_seconds(layer: Layer, prefixes: Sequence[int], rounds: int) -> dict[int
       prefixes: numbers of tokens.
       rounds: steps after each prefix.
     """
-    mixer = layer.build()
+    mixer, dtype = layer.build(), jnp.dtype(layer.workload.precision)
 
     def extend(mixer, x, state, lengths=None):
         return mixer.extend(x, state, lengths=lengths)
@@ -62,12 +65,12 @@ def step_seconds(layer: Layer, prefixes: Sequence[int], rounds: int) -> dict[int
     prefill = jax.jit(lambda *args: extend(*args)[1], donate_argnums=2)
     step = jax.jit(extend, donate_argnums=2)
     token, piece = (
-        jax.random.normal(jax.random.key(seed), (1, tokens, FEATURES))
+        jax.random.normal(jax.random.key(seed), (1, tokens, layer.workload.features), dtype)
         for seed, tokens in enumerate((1, min(PIECE, max(prefixes))))
     )
     states: dict[int, Any] = {}
     for prefix in prefixes:
-        state = mixer.init_state(1, layer.length, jnp.float32)
+        state = mixer.init_state(1, layer.length, dtype)
         for start in range(0, prefix, piece.shape[1]):
             lengths = jnp.array([min(piece.shape[1], prefix - start)])
             state = prefill(mixer, piece, state, lengths)

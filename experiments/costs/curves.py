@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.costs import figures, measuring, theory
-from experiments.costs.layers import HEADS, Layer, compile_pass, directions_of
+from experiments.costs.layers import Layer, Workload, compile_pass, directions_of
 
 LENGTHS = tuple(4**n for n in range(4, 10))  # 256 to 262,144
-MATRIX = "attention matrices of 4 heads"  # exact attention of effattn does not store them
+WORKLOAD = Workload()
+# A line of the figure: exact attention of effattn does not store its matrices.
+MATRIX = f"attention matrices of {WORKLOAD.heads} heads"
 MOST_BYTES = 2e9
 ROUNDS = 3
 
@@ -47,7 +49,7 @@ def measure_lengths(
             if begin + expected[name] > deadline:
                 expected[name] = float("inf")
                 continue
-            layer = Layer(name, directions_of(name)[0], length)
+            layer = Layer(name, directions_of(name)[0], length, WORKLOAD)
             program = compile_pass(layer, "forward", count=False)
             if program.needed_bytes > MOST_BYTES:
                 expected[name] = float("inf")
@@ -74,10 +76,10 @@ def draw(path: Path, points: Sequence[Point]) -> None:
         }
 
     lengths = sorted({point.length for point in points})
-    matrices = [HEADS * theory.matrix_bytes(length, 4) for length in lengths]
+    matrices = [WORKLOAD.heads * theory.matrix_bytes(length, 4) for length in lengths]
     figures.draw_side_by_side(
         path,
-        "Forward pass of one layer, batch 1, 256 features, 4 heads",
+        f"Forward pass of one layer, {WORKLOAD}",
         [(figures.SECONDS, lines("seconds")),
          (figures.BYTES, lines("bytes") | {MATRIX: (lengths, matrices)})],
         MATRIX,

@@ -1,4 +1,4 @@
-"""Layers of one size of every mechanism, and their compiled passes."""
+"""Layers of every mechanism for one workload, and their compiled passes."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from effattn.analysis import cost
 from effattn.nn import RotaryEmbedding
 
 EXACT = "softmax"
-FEATURES, HEADS, WINDOW = 256, 4, 256
+WINDOW = 256
 DIRECTIONS = ("causal", "bidirectional")
 PASSES = {"forward": "forward", "backward": "forward + backward", "step": "training step"}
 
@@ -35,21 +35,53 @@ OPTIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Workload:
+    """Size of a layer, and of the batches that it is measured on.
+
+    Attributes:
+      features: width of the layer.
+      heads: number of heads.
+      precision: "float32" or "bfloat16". Parameters are float32.
+      tokens: tokens of a batch, where its sequences are shorter; longer sequences are measured
+        one by one.
+    """
+
+    features: int = 256
+    heads: int = 4
+    precision: str = "float32"
+    tokens: int = 1
+
+    def sequences(self, length: int) -> int:
+        """Returns the number of sequences of a batch."""
+        return max(1, self.tokens // length)
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.precision).itemsize
+
+    def __str__(self) -> str:
+        batch = "batch 1" if self.tokens == 1 else f"batches of {self.tokens:,} tokens"
+        return f"{self.features} features, {self.heads} heads, {batch}, {self.precision}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
-    """Layer of 256 features and 4 heads, float32, with a batch of one sequence.
+    """Layer of a mechanism with its projections.
 
     Windows have 256 tokens. Options follow the length where the registry's complexity needs it.
 
     Attributes:
       mechanism: registered name.
       direction: "causal" or "bidirectional".
-      length: number of tokens.
+      length: number of tokens of a sequence.
+      workload: size of the layer and of its batches.
       options: further options of the mechanism.
     """
 
     mechanism: str
     direction: str
     length: int
+    workload: Workload = Workload()
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -70,16 +102,24 @@ class Layer:
         if self.mechanism in OPTIONS:
             options |= OPTIONS[self.mechanism](self.length)
         options |= dict(self.options)
-        return entry.build(FEATURES, HEADS, is_causal=is_causal, rngs=nnx.Rngs(0), **options)
+        return entry.build(
+            self.workload.features,
+            self.workload.heads,
+            is_causal=is_causal,
+            dtype=self.workload.precision,
+            rngs=nnx.Rngs(0),
+            **options,
+        )
 
     def parameter_bytes(self) -> int:
         return size(nnx.state(nnx.eval_shape(self.build)))
 
     def state_bytes(self) -> int | None:
-        """Returns the size of the decode state of this length; None without decoding."""
+        """Returns the size of one sequence's decode state; None without decoding."""
         if self.direction != "causal" or "decode" not in self.entry.capabilities:
             return None
-        return size(jax.eval_shape(lambda: self.build().init_state(1, self.length, jnp.float32)))
+        dtype = self.workload.precision
+        return size(jax.eval_shape(lambda: self.build().init_state(1, self.length, dtype)))
 
 
 def size(tree: Any) -> int:
@@ -102,7 +142,7 @@ _MADE: dict[Any, Any] = {}
 def _made(layer: Layer, shapes: Any) -> Any:
     """Returns the layer's parameters and other variables; small ones are made once."""
     leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shapes))
-    key = (layer.mechanism, layer.direction, layer.options, leaves)
+    key = (layer.mechanism, layer.direction, layer.workload, layer.options, leaves)
     if key in _MADE:
         return _MADE[key]
     made = jax.jit(lambda: _split(layer.build())[1:])()
@@ -146,7 +186,9 @@ def compile_pass(layer: Layer, which: str, count: bool = True) -> Program:
     the tokens by AdamW, and reuses the memory of parameters and optimiser state.
     """
     graph, params, fixed_shapes = _split(nnx.eval_shape(layer.build))
-    x = jax.ShapeDtypeStruct((1, layer.length, FEATURES), jnp.float32)
+    workload = layer.workload
+    shape = (workload.sequences(layer.length), layer.length, workload.features)
+    x = jax.ShapeDtypeStruct(shape, workload.precision)
     optimiser = optax.adamw(1e-3)
 
     def forward(params, fixed, x):
@@ -182,7 +224,7 @@ def compile_pass(layer: Layer, which: str, count: bool = True) -> Program:
         copies = jax.tree.map(jnp.copy, made) if which == "step" else made
         trained = (copies, optimiser.init(copies)) if which == "step" else copies
         draw = np.random.default_rng(0).standard_normal
-        arguments = [trained, fixed, jnp.asarray(draw(x.shape, dtype=np.float32))]
+        arguments = [trained, fixed, jnp.asarray(draw(x.shape, dtype=np.float32), x.dtype)]
 
         def call():
             results = jax.block_until_ready(compiled(*arguments))

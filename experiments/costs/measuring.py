@@ -6,12 +6,14 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-from experiments.costs.layers import EXACT, FEATURES, PASSES, Layer, Program, compile_pass
+from experiments.costs.layers import EXACT, PASSES, Layer, Program, compile_pass
+from experiments.harness import machine
 
 Record = dict[str, Any]
 
@@ -68,15 +70,51 @@ def in_turns(calls: Sequence[Callable[[], None]], budget: Budget) -> list[list[f
 
 
 @functools.cache
-def _exact_call(direction: str, length: int, which: str) -> Callable[[], None]:
-    return compile_pass(Layer(EXACT, direction, length), which, count=False).start()
+def _exact_call(layer: Layer, which: str) -> Callable[[], None]:
+    return compile_pass(layer, which, count=False).start()
 
 
-def measure(layer: Layer, budget: Budget, shorter: Record | None, exact: Record | None) -> Record:
+Programs = Mapping[str, Program | Exception]
+
+
+def compile_layers(layers: Sequence[Layer]) -> Iterator[Programs]:
+    """Compiles all passes of layers; yields the programs of each layer, in order.
+
+    On an accelerator the host compiles as many layers at once as it has cores, and yields their
+    programs when all are done, so that nothing compiles while the caller measures.
+
+    Yields:
+      For each layer its programs by pass; in place of a program, the error of its compilation.
+    """
+    at_once = 1 if jax.default_backend() == "cpu" else machine.cores() or 1
+    with ThreadPoolExecutor(at_once) as pool:
+        for begin in range(0, len(layers), at_once):
+            yield from list(pool.map(_compile, layers[begin : begin + at_once]))
+
+
+def _compile(layer: Layer) -> Programs:
+    programs: dict[str, Program | Exception] = {}
+    for which in PASSES:
+        try:
+            programs[which] = compile_pass(layer, which)
+        # A mechanism may be the user's own, and then anything may fail.
+        except Exception as error:
+            programs[which] = error
+    return programs
+
+
+def measure(
+    layer: Layer,
+    programs: Programs,
+    budget: Budget,
+    shorter: Record | None,
+    exact: Record | None,
+) -> Record:
     """Measures all passes of a layer.
 
     Args:
       layer: the layer.
+      programs: its programs, from `compile_layers`.
       budget: limits.
       shorter: record of the layer at the next shorter length, or None.
       exact: record of exact attention at this length; None if the layer is exact attention.
@@ -87,16 +125,16 @@ def measure(layer: Layer, budget: Budget, shorter: Record | None, exact: Record 
       `skipped`, the reason why the pass was not timed. If a call of exact attention takes longer
       than the budget's seconds, `ratio` is the quotient of the medians of both records.
     """
-    passes = {}
-    for which in PASSES:
+    passes: dict[str, Record] = {}
+    for which, program in programs.items():
+        if isinstance(program, Exception):
+            passes[which] = {"skipped": _sentence(program)}
+            continue
         try:
-            program = compile_pass(layer, which)
-            found: Record = program.sizes()
-            found |= _timed(layer, which, program, budget, shorter, exact)
-        # A mechanism may be the user's own, and then anything may fail.
+            timed = _timed(layer, which, program, budget, shorter, exact)
         except Exception as error:
-            found = {"skipped": _sentence(error)}
-        passes[which] = found
+            timed = {"skipped": _sentence(error)}
+        passes[which] = program.sizes() | timed
     return {
         "mechanism": layer.mechanism,
         "direction": layer.direction,
@@ -126,7 +164,8 @@ def _timed(
     calls = [program.start()]
     of_exact = None if exact is None else exact["passes"][which].get("seconds")
     if of_exact is not None and of_exact <= budget.seconds:
-        calls.append(_exact_call(layer.direction, layer.length, which))
+        reference = dataclasses.replace(layer, mechanism=EXACT, options=())
+        calls.append(_exact_call(reference, which))
     times = in_turns(calls, budget)
     own = [seconds for seconds in times[0] if seconds is not None]
     seconds = statistics.median(own)
@@ -172,7 +211,9 @@ def longest(
     lengths = [int(math.log2(length)) for length, needed in known.items() if needed <= memory]
     low = max(lengths, default=LEAST_EXPONENT - 1)
     # Two arrays of tokens, input and output, do not fit at this length.
-    high = max(low, math.floor(math.log2(memory / (2 * FEATURES * 4)))) + 1
+    workload = layer_at(2**LEAST_EXPONENT).workload
+    token_bytes = workload.features * workload.itemsize
+    high = max(low, math.floor(math.log2(memory / (2 * token_bytes)))) + 1
     beyond = [int(math.log2(length)) for length, needed in known.items() if needed > memory]
     high = min(beyond, default=high)
     while high - low > 1:

@@ -8,7 +8,7 @@ from typing import Any
 from effattn import registry
 from experiments.costs import theory
 from experiments.costs.figures import short
-from experiments.costs.layers import EXACT, FEATURES, HEADS, PASSES
+from experiments.costs.layers import EXACT, PASSES, Workload
 from experiments.costs.measuring import Record
 from experiments.harness.report import markdown_table
 
@@ -26,6 +26,7 @@ class Results:
       caches: records of decode caches.
       plain: bytes of attention that stores its matrices, by length and pass.
       memory: bytes that the longest lengths must fit into.
+      workload: size of the layers and batches.
     """
 
     layers: Sequence[Record]
@@ -33,6 +34,7 @@ class Results:
     caches: Sequence[Record]
     plain: Sequence[Record]
     memory: int
+    workload: Workload = Workload()
 
     def directions(self) -> list[str]:
         return list(dict.fromkeys(record["direction"] for record in self.layers))
@@ -57,26 +59,31 @@ def all_tables(results: Results) -> list[str]:
     parts = []
     for direction in results.directions():
         parts += [f"## Crossover with exact attention, {direction}", crossovers(results, direction)]
-    parts.append(
-        "The first four columns of numbers give the length in tokens beyond which a layer with "
+    text = (
+        "The columns up to the bytes of a step give the length in tokens beyond which a layer with "
         f"the mechanism takes less time, or needs fewer bytes, than a layer with `{EXACT}`. These "
         f'lengths are interpolated between measured lengths. "{NONE}" means that the layer still '
         "takes more at the longest length at which both were measured. Times are compared in "
         "rounds, in each of which both layers run once; exact attention is timed alone where one "
         "call takes longer than the time above. Bytes are those of arguments, results and "
-        "temporary arrays. The last two columns give the longest sequence, a power of two, whose "
-        f"forward pass or training step fits into {results.memory / 1e9:.1f} GB; programs are "
-        "compiled for it, but not run."
+        "temporary arrays."
     )
+    if results.longest:
+        text += (
+            " The last two columns give the longest sequence, a power of two, whose forward pass "
+            f"or training step fits into {results.memory / 1e9:.1f} GB; programs are compiled for "
+            "it, but not run."
+        )
+    parts.append(text)
     for direction in results.directions():
         parts += [f"## Growth with the length, {direction}", exponents(results, direction)]
     parts.append(
-        "Time, FLOPs and temporary bytes of a forward and backward pass grow like a power of the "
-        "length; the table shows the exponents. They are fitted by least squares to logarithms, "
-        "over the longer half of the lengths. FLOPs are counted in the XLA form of the program, "
-        "and those in loops count once for each iteration. The claimed exponents are those of the "
-        "mechanism's entry in the registry; they hold for lengths above all windows, blocks and "
-        "ranks."
+        "Time, FLOPs and temporary bytes of a forward and backward pass of a sequence grow like a "
+        "power of the length; the table shows the exponents. They are fitted by least squares to "
+        "logarithms, over the longer half of the lengths. FLOPs are counted in the XLA form of the "
+        "program, and those in loops count once for each iteration. The claimed exponents are "
+        "those of the mechanism's entry in the registry; they hold for lengths above all windows, "
+        "blocks and ranks."
     )
     for direction in results.directions():
         length = _common_length(results, direction)
@@ -101,10 +108,9 @@ def all_tables(results: Results) -> list[str]:
         parts += [
             "## Decode caches",
             caches(results.caches),
-            f"The table shows the decode cache of one layer with {FEATURES} features and {HEADS} "
-            "heads in float32, for one sequence: the bytes that each token adds, the bytes that "
-            "do not depend on the length, and the speed of decode steps after a prefix. A cache "
-            "with 0 bytes per token does not grow with the length.",
+            "The table shows the decode cache of one layer for one sequence: the bytes that each "
+            "token adds, the bytes that do not depend on the length, and the speed of decode steps "
+            "after a prefix. A cache with 0 bytes per token does not grow with the length.",
         ]
     return [*parts, *classical(results)]
 
@@ -123,13 +129,13 @@ def crossovers(results: Results, direction: str) -> str:
         shared = [length for length in own if length in exact]
         of_both = ([line[length] for length in shared] for line in (own, exact))
         cells.append(_crossing(shared, *of_both))
-        fits = longest.get(name, {})
-        cells += [short(fits[w]) if fits.get(w) else NONE for w in ("forward", "step")]
+        if results.longest:
+            fits = longest.get(name, {})
+            cells += [short(fits[w]) if fits.get(w) else NONE for w in ("forward", "step")]
         rows.append([f"`{name}`", *([NONE] * 4 if name == EXACT else cells[:4]), *cells[4:]])
-    header = [
-        *("mechanism", "forward", "forward + backward", "training step", "bytes of a step"),
-        *("longest, forward", "longest, step"),
-    ]
+    header = ["mechanism", "forward", "forward + backward", "training step", "bytes of a step"]
+    if results.longest:
+        header += ["longest, forward", "longest, step"]
     return markdown_table(header, rows)
 
 
@@ -139,7 +145,8 @@ def exponents(results: Results, direction: str) -> str:
         entry = registry.get(name)
         fitted = []
         for key in ("seconds", "operations", "temporary_bytes"):
-            line = results.line(name, direction, "backward", key)
+            of_batches = results.line(name, direction, "backward", key)
+            line = {n: x / results.workload.sequences(n) for n, x in of_batches.items()}
             exponent = theory.growth(list(line), list(line.values()))
             fitted.append(NONE if exponent is None else f"{exponent:.2f}")
         time, flops, size = fitted
@@ -183,9 +190,12 @@ def moved(results: Results) -> str:
         arguments, outputs, temporaries = (
             results.line(EXACT, direction, "forward", key) for key in keys
         )
+        workload = results.workload
+        head_size = workload.features // workload.heads
         for length in temporaries:
+            heads = workload.heads * workload.sequences(length)
             size = arguments[length] + outputs[length] + 2 * temporaries[length]
-            bound = theory.io_bound(length, FEATURES // HEADS, HEADS, fast_bytes())
+            bound = theory.io_bound(length, head_size, heads, fast_bytes(), workload.itemsize)
             cells = [f"{size / 1e6:,.1f}", f"{bound / 1e6:,.1f}", f"{size / bound:.2f}"]
             rows.append([direction, short(length), *cells])
     return markdown_table(["direction", "length", "moved, MB", "bound, MB", "ratio"], rows)
@@ -227,13 +237,7 @@ def classical(results: Results) -> list[str]:
     return [
         "## Attention matrix of one head",
         markdown_table(["length", "float32", "bfloat16"], matrices),
-        "## Memory of a layer that stores its attention matrices",
-        plain(results),
-        f"The table shows the temporary bytes of compiled programs with {HEADS} heads at length "
-        'N. "Stored" programs store the attention matrices, "tiled" ones compute them tile by '
-        "tile. In theory, a forward pass that stores the matrices holds the logits and the "
-        "weights, 2 x 4 N^2 bytes for each head, unless the compiler merges them. A training step "
-        "keeps the weights and makes two gradients of their size.",
+        *(stored(results) if results.plain else []),
         "## Time, sequential operations and path length by family",
         markdown_table(header, theory.complexities(registry.names())),
         "The columns are those of table 1 of Vaswani et al. 2017, for a sequence of N tokens, "
@@ -246,12 +250,13 @@ def classical(results: Results) -> list[str]:
     ]
 
 
-def plain(results: Results) -> str:
+def stored(results: Results) -> list[str]:
     """Returns the table of attention with stored matrices beside tiled attention."""
-    rows = []
+    workload, rows = results.workload, []
+    matrix_bytes = 2 * workload.heads * workload.itemsize
     for record in results.plain:
         length = record["length"]
-        cells = [_bytes(2 * HEADS * theory.matrix_bytes(length, 4))]
+        cells = [_bytes(matrix_bytes * workload.sequences(length) * length**2)]
         for which in ("forward", "step"):
             tiled = results.line(EXACT, "causal", which, "temporary_bytes").get(length)
             cells += [_bytes(record[which]), NONE if tiled is None else _bytes(tiled)]
@@ -260,7 +265,16 @@ def plain(results: Results) -> str:
         *("length", "in theory", "forward, stored", "forward, tiled"),
         *("step, stored", "step, tiled"),
     ]
-    return markdown_table(header, rows)
+    return [
+        "## Memory of a layer that stores its attention matrices",
+        markdown_table(header, rows),
+        'The table shows the temporary bytes of compiled programs at length N. "Stored" programs '
+        'store the attention matrices, "tiled" ones compute them tile by tile. In theory, a '
+        "forward pass that stores the matrices holds the logits and the weights, "
+        f"2 x {workload.itemsize} N^2 bytes for each of {workload.heads} heads and sequence, "
+        "unless the compiler merges them. A training step keeps the weights and makes two "
+        "gradients of their size.",
+    ]
 
 
 def not_timed(results: Results) -> list[str]:

@@ -16,7 +16,7 @@ KINDS: Mapping[str, frozenset[str]] = {
     "approximation": frozenset({"errors", "effective_rank"}),
     "compress": frozenset({"bytes", "heads", "heading", "runs"}),
     "downstream": frozenset({"records"}),
-    "efficiency": frozenset({"layers", "longest", "caches", "plain", "memory"}),
+    "efficiency": frozenset({"layers", "longest", "caches", "plain", "memory", "workload"}),
     "finetune": frozenset({"conversions", "heading", "runs"}),
     "scaling": frozenset({"points", "fits"}),
 }

@@ -68,16 +68,23 @@ def _compress(summary: Summary) -> list[str]:
 
 def _efficiency(summary: Summary) -> list[str]:
     # Imported late, as it imports JAX.
+    from experiments.costs.layers import Workload
     from experiments.costs.tables import Results, crossovers
 
     keys = ("layers", "longest", "caches", "plain", "memory")
-    measured = Results(**{key: summary[key] for key in keys})
+    workload = Workload(**summary["workload"])
+    measured = Results(**{key: summary[key] for key in keys}, workload=workload)
     tables = [(f"Layers, {d}:", crossovers(measured, d)) for d in measured.directions()]
-    return [
+    text = (
         "Lengths in tokens from which on a layer takes less time (forward pass, forward + "
         "backward, training step), or fewer bytes, than a layer of exact softmax attention; "
-        f"{NONE} if it does not at any measured length. The last columns have the longest "
-        f"sequences that fit into {summary['memory'] / 1e9:.1f} GB.",
+        f"{NONE} if it does not at any measured length. Layers and batches: {workload}."
+    )
+    if measured.longest:
+        size = summary["memory"] / 1e9
+        text += f" The last columns have the longest sequences that fit into {size:.1f} GB."
+    return [
+        text,
         *(part for table in tables for part in table),
     ]
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax
@@ -8,10 +9,15 @@ from flax import nnx
 from effattn import registry
 from experiments import efficiency
 from experiments.costs import caches, curves, layers, measuring, tables, theory
-from experiments.costs.layers import Layer, directions_of
+from experiments.costs.layers import Layer, Workload, directions_of
 from experiments.harness.errors import UserError
 
 BUDGET = measuring.Budget(rounds=2, seconds=1.0, program_bytes=1e9)
+
+
+def measure(layer, budget, shorter, exact):
+    programs = next(measuring.compile_layers([layer]))
+    return measuring.measure(layer, programs, budget, shorter, exact)
 
 
 def test_a_run_measures_what_is_missing_and_writes_a_summary(tmp_path, monkeypatch, capsys):
@@ -67,6 +73,8 @@ def test_a_run_measures_what_is_missing_and_writes_a_summary(tmp_path, monkeypat
         (["--lengths", "64"], "--lengths must be powers of two from 128 to 67108864, got 64"),
         (["--seconds", "0"], "--seconds must be positive"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--heads", "3"], "--heads 3 must divide --features 256"),
+        (["--tokens", "0"], "--tokens must be at least 1"),
         (["--memory", "-1"], "--memory must be positive"),
         (["--import", "no_such_module"], "there is no module 'no_such_module'"),
     ],
@@ -117,14 +125,14 @@ def test_programs_hold_no_arrays_of_all_tokens(name, direction):
     """Compilers copy such arrays many times: for a million tokens the machine's memory was full."""
     layer = Layer(name, direction, 2048)
     graph, state = nnx.split(nnx.eval_shape(layer.build))
-    x = jax.ShapeDtypeStruct((1, layer.length, layers.FEATURES), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, layer.length, layer.workload.features), jnp.float32)
     closed = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x)
     assert sum(constants_of(closed)) < 16 * layer.length  # lists of blocks are smaller
 
 
 def test_a_program_above_the_budget_is_compiled_and_not_run():
     budget = measuring.Budget(1, 1.0, program_bytes=1e5)
-    record = measuring.measure(Layer("aft_simple", "causal", 128), budget, None, None)
+    record = measure(Layer("aft_simple", "causal", 128), budget, None, None)
     for found in record["passes"].values():
         assert found["skipped"] == "needs 0.0 GB" and found["needed_bytes"] > 1e5
         assert "seconds" not in found
@@ -132,17 +140,17 @@ def test_a_program_above_the_budget_is_compiled_and_not_run():
 
 def test_a_pass_that_was_slow_is_not_timed_at_longer_lengths():
     slow = {"length": 128, "passes": {which: {"seconds": 9.0} for which in layers.PASSES}}
-    record = measuring.measure(Layer("aft_simple", "causal", 256), BUDGET, slow, None)
+    record = measure(Layer("aft_simple", "causal", 256), BUDGET, slow, None)
     for found in record["passes"].values():
         assert found["skipped"] == "a call at 128 tokens took 9.0 s"
-    longer = measuring.measure(Layer("aft_simple", "causal", 256), BUDGET, record, None)
+    longer = measure(Layer("aft_simple", "causal", 256), BUDGET, record, None)
     assert longer["passes"]["step"]["skipped"] == "a call at 128 tokens took 9.0 s"
 
 
 def test_slow_exact_attention_is_timed_alone(monkeypatch):
     monkeypatch.setattr(measuring, "_exact_call", lambda *_: pytest.fail("called in rounds"))
     exact = {"passes": {which: {"seconds": 9.0} for which in layers.PASSES}}
-    record = measuring.measure(Layer("aft_simple", "causal", 128), BUDGET, None, exact)
+    record = measure(Layer("aft_simple", "causal", 128), BUDGET, None, exact)
     for found in record["passes"].values():
         assert found["ratio"] == 9.0 / found["seconds"]
 
@@ -152,8 +160,37 @@ def test_an_error_of_a_mechanism_is_the_reason_in_its_record(monkeypatch):
         raise ValueError("no such layer\nat all")
 
     monkeypatch.setattr(measuring, "compile_pass", fail)
-    record = measuring.measure(Layer("aft_simple", "causal", 128), BUDGET, None, None)
+    record = measure(Layer("aft_simple", "causal", 128), BUDGET, None, None)
     assert record["passes"]["forward"] == {"skipped": "ValueError: no such layer"}
+
+
+def test_layers_of_a_workload(tmp_path):
+    """Batches of short sequences, in bfloat16; the extra tables are left out."""
+    argv = ["--features", "64", "--heads", "2", "--precision", "bfloat16", "--tokens", "256"]
+    argv += ["--mechanisms", "aft_simple", "--lengths", "128", "512", "--rounds", "1", "--extras"]
+    assert efficiency.main([*argv, "--directions", "causal", "--output", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert not summary["longest"] and not summary["caches"] and not summary["plain"]
+    assert summary["workload"] == dataclasses.asdict(Workload(64, 2, "bfloat16", 256))
+    forward = {
+        (r["mechanism"], r["length"]): r["passes"]["forward"]["result_bytes"]
+        for r in summary["layers"]
+    }
+    assert forward["softmax", 128] == forward["aft_simple", 128] == 256 * 64 * 2
+    assert forward["softmax", 512] == 512 * 64 * 2  # one sequence
+    text = (tmp_path / "summary.md").read_text()
+    assert "64 features, 2 heads, batches of 256 tokens, bfloat16" in text
+    assert not any(w in text for w in ("longest sequence", "Decode caches", "stores its"))
+
+
+def test_accelerators_compile_many_layers_before_the_first_is_measured(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(measuring.machine, "cores", lambda: 2)
+    begun = []
+    monkeypatch.setattr(measuring, "_compile", lambda layer: begun.append(layer) or {"of": layer})
+    compiled = measuring.compile_layers([1, 2, 3])
+    assert next(compiled) == {"of": 1} and sorted(begun) == [1, 2]
+    assert [programs["of"] for programs in compiled] == [2, 3]
 
 
 def test_calls_take_turns():
@@ -169,16 +206,17 @@ def test_the_longest_sequence_is_found_by_bisection(known, monkeypatch):
     """Programs of 10 bytes a token; the memory holds 5,000 tokens."""
     compiled = []
 
-    def compile_pass(length, which, count):
-        compiled.append(length)
-        size = 10 * length
-        return layers.Program(lambda: None, None, 0, size, 0, 0)
+    def layer_at(length):
+        return Layer("softmax", "causal", length, Workload(features=1, precision="bfloat16"))
+
+    def compile_pass(layer, which, count):
+        compiled.append(layer.length)
+        return layers.Program(lambda: None, None, 0, 10 * layer.length, 0, 0)
 
     monkeypatch.setattr(measuring, "compile_pass", compile_pass)
-    monkeypatch.setattr(measuring, "FEATURES", 0.5)
-    assert measuring.longest(lambda length: length, "step", 50_000.0, known) == 4096
+    assert measuring.longest(layer_at, "step", 50_000.0, known) == 4096
     assert len(compiled) <= 4 and not set(compiled) & set(known)
-    assert measuring.longest(lambda length: length, "step", 1000.0, known) is None
+    assert measuring.longest(layer_at, "step", 1000.0, known) is None
 
 
 def test_the_crossover_is_interpolated_in_logarithms():
@@ -219,7 +257,7 @@ def test_caches_of_shared_heads_are_smaller():
     found = {
         name: caches.bytes_by_token(layer)
         for mechanism in ("softmax", "sliding_window", "mamba2", "fnet")
-        for name, layer in caches.cache_layers(mechanism, 2048).items()
+        for name, layer in caches.cache_layers(mechanism, 2048, Workload()).items()
     }
     per_token = {name: each for name, (_, each) in found.items()}
     assert per_token == {

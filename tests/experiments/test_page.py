@@ -77,7 +77,9 @@ def of_efficiency():
         for mechanism, ratio, power in (("softmax", 1.0, 2), ("linear", length / 512, 1))
     ]
     longest = [{"mechanism": "linear", "direction": "causal", "forward": 2**20, "step": 2**18}]
+    workload = {"features": 64, "heads": 2, "precision": "bfloat16", "tokens": 4096}
     of = {"layers": layers, "longest": longest, "caches": [], "plain": [], "memory": 8e9}
+    of["workload"] = workload
     return {"command": "toys", "config": {"rounds": 1, "environment": MADE["environment"]}, **of}
 
 
