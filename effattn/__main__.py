@@ -24,13 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = _parser().parse_args(arguments)
     try:
-        text = given.run(given)
+        with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
+            print(given.run(given), flush=True)
+            return given.status
     except (ValueError, OSError) as error:
         print(f"python -m effattn: {error}", file=sys.stderr)
         return 2
-    with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
-        print(text, flush=True)
-        return given.status
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     return 1
 
@@ -66,14 +65,22 @@ def _advise(given: argparse.Namespace) -> str:
 
 
 def _check(given: argparse.Namespace) -> str:
-    from effattn.analysis.kernels import check  # imports JAX, which --help need not wait for
+    from effattn.analysis import kernels  # imports JAX, which --help need not wait for
 
-    found = check(None if given.implementations is None else tuple(given.implementations))
+    names = None if given.implementations is None else tuple(given.implementations)
+    rows, shown = [], False
+    for row in kernels.compare(names):
+        rows.append(row)
+        if line := str(row):
+            # At once: on a GPU all rows take minutes.
+            print(*([] if shown else kernels.heading()), line, sep="\n", flush=True)
+            shown = True
+    found = kernels.Checked(kernels.device_kind(), tuple(rows))
     given.status = 0 if found.passed else 1
     if given.json is not None:
         with open(given.json, "w", encoding="utf-8") as file:
             file.write(found.to_json() + "\n")
-    return str(found)
+    return f"\n{found.verdict}" if shown else found.verdict
 
 
 def _plan(given: argparse.Namespace) -> str:

@@ -3,7 +3,8 @@
 A loop's body counts as often as it runs. If the jaxpr does not state a trip count, the index
 arithmetic of the jaxpr is run to find it: single integers, and the constant integers of a layout,
 are followed exactly; other arrays are only shapes. So the tiles that causality, a window or a
-layout skip cost nothing, as when the program runs.
+layout skip cost nothing, as when the program runs. Where a kernel runs, the XLA form that other
+platforms run in its place is counted.
 """
 
 import collections
@@ -288,7 +289,9 @@ def _callee(eqn):
 
 @functools.cache
 def _runs_jaxprs(eqn) -> bool:
-    # A scatter also has a jaxpr, that of adding two numbers.
+    # A scatter also has a jaxpr, that of adding two numbers, and a kernel has that of its program.
+    if eqn.primitive.name == "pallas_call":
+        return False
     return bool({"jaxpr", "call_jaxpr", "branches", "body_jaxpr"} & eqn.params.keys())
 
 

@@ -70,6 +70,15 @@ class Row(NamedTuple):
     reason: str
     failed: bool
 
+    def __str__(self) -> str:
+        """Line of a table; empty if the kernel does not take the call."""
+        of = f"| {self.case} | {self.implementation} | {self.dtype} |"
+        if not self.errors:
+            return f"{of} {self.reason} | | | FAILED |" if self.failed else ""
+        verdict = "FAILED" if self.failed else "ok"
+        error, of_xla = self.errors[self.worst], self.of_xla[self.worst]
+        return f"{of} {error:.1e} | {self.worst} | {of_xla:.1e} | {verdict} |"
+
     @property
     def worst(self) -> str:
         """The array with the largest error relative to what is allowed."""
@@ -105,35 +114,20 @@ class Checked(NamedTuple):
         return not any(row.failed for row in self.rows)
 
     def __str__(self) -> str:
-        ran = [row for row in self.rows if row.errors]
-        broken = [row for row in self.rows if row.failed and not row.errors]
-        lines = [f"Kernels on {self.device} with jax {jax.__version__}, against float64.", ""]
-        if not ran and not broken:
-            return "\n".join([*lines, "No kernel of effattn runs on this device."])
-        lines += [
-            "| call | kernel | dtype | largest error | of | that of XLA | |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
-        ]
-        for row in ran:
-            name = row.worst
-            verdict = "FAILED" if row.failed else "ok"
-            lines.append(
-                f"| {row.case} | {row.implementation} | {row.dtype} | {row.errors[name]:.1e} | "
-                f"{name} | {row.of_xla[name]:.1e} | {verdict} |"
-            )
-        lines += [
-            f"| {row.case} | {row.implementation} | {row.dtype} | {row.reason} | | | FAILED |"
-            for row in broken
-        ]
-        count = sum(row.failed for row in self.rows)
-        verdict = f"{count} failed" if count else "none failed"
-        refused = len(self.rows) - len(ran) - len(broken)
-        lines += [
-            "",
-            f"{len(ran) + len(broken)} kernels and calls ran, {verdict}; {refused} calls are not "
-            "taken by a kernel. Errors are RMS errors relative to the RMS of the array.",
-        ]
-        return "\n".join(lines)
+        lines = [line for line in map(str, self.rows) if line]
+        return "\n".join([*heading(), *lines, "", self.verdict] if lines else [self.verdict])
+
+    @property
+    def verdict(self) -> str:
+        """How many kernels ran and failed, in a sentence."""
+        ran = sum(bool(str(row)) for row in self.rows)
+        if not ran:
+            return "No kernel of effattn runs on this device."
+        failed = sum(row.failed for row in self.rows)
+        return (
+            f"{ran} kernels and calls ran, {failed or 'none'} failed; {len(self.rows) - ran} calls "
+            "are not taken by a kernel. Errors are RMS errors relative to the RMS of the array."
+        )
 
     def to_json(self) -> str:
         """The result as JSON, with the versions of JAX and effattn.
@@ -146,6 +140,21 @@ class Checked(NamedTuple):
             for row in self.rows
         ]
         return json.dumps({**about, "passed": self.passed, "rows": rows}, indent=1)
+
+
+def device_kind() -> str:
+    """Kind of the device that is checked."""
+    return jax.devices()[0].device_kind
+
+
+def heading() -> list[str]:
+    """Lines above the table of a check on this device."""
+    return [
+        f"Kernels on {device_kind()} with jax {jax.__version__}, against float64.",
+        "",
+        "| call | kernel | dtype | largest error | of | that of XLA | |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
 
 
 def _in_json(errors):
@@ -175,6 +184,11 @@ def check(implementations: tuple[str, ...] | None = None) -> Checked:
     Raises:
       ValueError: an implementation is unknown or runs on another platform.
     """
+    return Checked(device_kind(), tuple(compare(implementations)))
+
+
+def compare(implementations: tuple[str, ...] | None = None) -> Iterator[Row]:
+    """Yields the rows of `check` one by one; its argument and error are those of `check`."""
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     here = [name for name, on in PLATFORMS.items() if on == platform and name != "cudnn"]
     names = here if implementations is None else list(implementations)
@@ -185,12 +199,16 @@ def check(implementations: tuple[str, ...] | None = None) -> Checked:
             raise ValueError(
                 f"implementations must be kernels{of}: {', '.join(allowed) or 'none'}; got {name!r}"
             )
-    dtypes = (jnp.float32,) if platform == "cpu" else (jnp.bfloat16, jnp.float16, jnp.float32)
+    kinds = ("float32",) if platform == "cpu" else ("bfloat16", "float16", "float32")
+    dtypes = [jnp.dtype(kind) for kind in kinds]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         # Programs of all cases are compiled while the next ones are traced.
-        begun = [_begin(case, names, dtype, pool) for case in cases() for dtype in dtypes]
-        rows = [row for compared in begun for row in compared()]
-    return Checked(jax.devices()[0].device_kind, tuple(rows))
+        begun = [_begin(case, names, dtypes, pool) for case in cases()]
+        try:
+            for compared in begun:
+                yield from compared()
+        finally:
+            pool.shutdown(cancel_futures=True)  # where the caller stops early
 
 
 def cases() -> Iterator[Case]:
@@ -274,45 +292,55 @@ def _one_query():
     return case._replace(arrays={**case.arrays, "query": case.arrays["query"][:, :1]})
 
 
-def _begin(case, names, dtype, pool):
-    """Traces the programs of a case; returns a function that runs them and returns the rows."""
-    given = {
-        name: jnp.asarray(x, jnp.float32 if name in case.kept else dtype)
-        for name, x in case.arrays.items()
-    }
-    row = Row(case.name, "", jnp.dtype(dtype).name, {}, {}, "", False)
-    refused, programs = [], {}
-    for name in names:
-        if reason := _refusal(case, given, name):
-            refused.append(row._replace(implementation=name, reason=reason))
-        else:
-            programs[name] = _program(case, given, name, pool)
-    if programs:
-        with jax.default_matmul_precision("highest"):
-            by_xla = _program(case, given, "xla", pool)
-        with jax.enable_x64(True):
-            wide = {name: np.asarray(x, np.float64) for name, x in given.items()}
-            by_definition = _program(case, wide, "naive", pool)
+def _begin(case, names, dtypes, pool):
+    """Traces the programs of a case; returns a function that runs them and yields the rows."""
+    rows, programs, arguments = [], {}, {}
+    for dtype in dtypes:
+        given = {
+            name: jnp.asarray(x, jnp.float32 if name in case.kept else dtype)
+            for name, x in case.arrays.items()
+        }
+        arguments[dtype.name] = given
+        for name in names:
+            row = Row(case.name, name, dtype.name, {}, {}, "", False)
+            if reason := _refusal(case, given, name):
+                rows.append(row._replace(reason=reason))
+            else:
+                rows.append(row)
+                programs[name, dtype.name] = _program(case, given, name, pool)
+        if any(of == dtype.name for _, of in programs):
+            with jax.default_matmul_precision("highest"):
+                programs["xla", dtype.name] = _program(case, given, "xla", pool)
+    with jax.enable_x64(True):
+        wide = _in_float64(case.arrays)
+        by_definition = _program(case, wide, "naive", pool) if programs else None
 
-    def rows():
-        yield from refused
-        if not programs:
-            return
-        with jax.enable_x64(True):
-            exact = by_definition()
-        of_xla = _errors(by_xla(), exact)
-        for name, run in programs.items():
-            of = row._replace(implementation=name)
+    def compared():
+        exact, of_xla = {}, {}
+        for row in rows:
+            if row.reason:
+                yield row
+                continue
+            dtype, given = row.dtype, arguments[row.dtype]
+            if dtype not in exact:
+                assert by_definition is not None
+                with jax.enable_x64(True):
+                    exact[dtype] = by_definition(_in_float64(given))
+                of_xla[dtype] = _errors(programs["xla", dtype](given), exact[dtype])
             try:
-                errors = _errors(run(), exact)
+                errors = _errors(programs[row.implementation, dtype](given), exact[dtype])
             except Exception as error:  # whatever a compiler raises
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                yield of._replace(reason=reason, failed=True)
+                yield row._replace(reason=reason, failed=True)
             else:
-                of = of._replace(errors=errors, of_xla=of_xla)
-                yield of._replace(failed=of.too_large)
+                measured = row._replace(errors=errors, of_xla=of_xla[dtype])
+                yield measured._replace(failed=measured.too_large)
 
-    return rows
+    return compared
+
+
+def _in_float64(arrays):
+    return {name: np.asarray(x, np.float64) for name, x in arrays.items()}
 
 
 def _refusal(case, given, name):
@@ -327,9 +355,9 @@ def _refusal(case, given, name):
 
 
 def _program(case, given, implementation, pool):
-    """A function that returns the output and the gradients, as float64 NumPy arrays by name.
+    """A function of the arrays; it returns output and gradients, as float64 NumPy arrays by name.
 
-    The program is traced here, and compiled in a thread.
+    The program is traced here, for arrays like `given`, and compiled in a thread.
     """
 
     def run(arrays):
@@ -344,8 +372,8 @@ def _program(case, given, implementation, pool):
         compiled = concurrent.futures.Future()
         compiled.set_exception(error)
 
-    def results():
-        found = compiled.result()(given)
+    def results(arrays):
+        found = compiled.result()(arrays)
         return {name: np.asarray(x, np.float64) for name, x in found.items()}
 
     return results

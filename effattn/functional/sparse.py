@@ -146,18 +146,20 @@ def with_pattern(query, key, given: attention.Arguments, pattern: Pattern) -> at
         )
     if 0 in (queries, keys):
         return given  # no pairs, so no tiles either
-    pattern = pattern & Causal() if given.is_causal else pattern
-    pattern = pattern.sized(queries, keys, offset=given.query_offset)
     for_kernels = dispatch.asks_for_gpu_kernels(
         given.implementation, dispatch.suited(query.dtype, queries)
     )
-    layout = pattern.layout(
-        queries,
-        keys,
-        tile=given.tile or tiling.choose_sparse_tile((queries, keys), for_kernels=for_kernels),
-        offset=given.query_offset,
-        key_heads=key_heads,
-    )
-    # If all tiles are full, no element mask is needed.
-    of_elements = pattern if np.any(layout.partial_counts) else None
+    tile = given.tile or tiling.choose_sparse_tile((queries, keys), for_kernels=for_kernels)
+
+    def in_tiles(pattern):
+        sized = pattern.sized(queries, keys, offset=given.query_offset)
+        layout = sized.layout(
+            queries, keys, tile=tile, offset=given.query_offset, key_heads=key_heads
+        )
+        # If all tiles are full, no element mask is needed.
+        return layout, sized if np.any(layout.partial_counts) else None
+
+    layout, of_elements = in_tiles(pattern & Causal() if given.is_causal else pattern)
+    if of_elements is not None and given.is_causal and in_tiles(pattern)[1] is None:
+        of_elements = Causal()  # blocks of whole tiles: a test of positions, no read of a table
     return dataclasses.replace(given, is_causal=False, pattern=of_elements, layout=layout)

@@ -184,6 +184,28 @@ def programs_of(config: Config, x: Inputs, dtype: Any) -> dict[str, Program | No
     return found
 
 
+def entries_by_token(config: Config, x: Inputs) -> int:
+    """Returns the size of the largest table that a program reads by token, not only by head."""
+    by_token = {"score": (0, 3, 4), "pattern": (0, 1), "keep": (2, 3)}  # arguments of `run`
+    sizes = [0]
+    for name, program in programs_of(config, x, jnp.float32).items():
+        if program is None:
+            continue
+
+        def lookup(number, at, program=program):
+            table = program.tables[number]
+            if at.ndim:
+                sizes.append(table.size)
+            return jnp.zeros(at.shape, table.dtype)
+
+        scalars = [
+            jax.ShapeDtypeStruct((2,) if place in by_token[name] else (), a.dtype)
+            for place, a in enumerate(program.scalars)
+        ]
+        jax.eval_shape(functools.partial(program.run, lookup), *scalars)
+    return max(sizes)
+
+
 def refusal(limits: dispatch.Limits, config: Config, x: Inputs) -> str | None:
     """Returns the reason why a kernel with these limits cannot take these operands, or None."""
     if x.additive is not None:

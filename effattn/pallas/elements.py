@@ -69,6 +69,11 @@ class Program:
         jax.eval_shape(functools.partial(program.run, lookup), *scalars)
         return program
 
+    @property
+    def scalars(self) -> list[Any]:
+        """Shapes and dtypes of the scalars."""
+        return self.closed.in_avals[self.arguments :]
+
     def run(self, lookup: Lookup, *scalars: jax.Array) -> list[jax.Array]:
         """Returns the results of the function on arrays that broadcast against each other.
 

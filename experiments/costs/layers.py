@@ -1,6 +1,7 @@
 """Layers of every mechanism for one workload, and their compiled passes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -151,6 +152,13 @@ def _made(layer: Layer, shapes: Any) -> Any:
     return made
 
 
+@functools.lru_cache(maxsize=1)
+def _drawn(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normally distributed tokens, for all layers of one length."""
+    draw = np.random.default_rng(0).standard_normal
+    return jnp.asarray(draw(shape, dtype=np.float32), dtype)
+
+
 class Program(NamedTuple):
     """Compiled pass of a layer.
 
@@ -223,8 +231,7 @@ def compile_pass(layer: Layer, which: str, count: bool = True) -> Program:
         # The training step overwrites its parameters.
         copies = jax.tree.map(jnp.copy, made) if which == "step" else made
         trained = (copies, optimiser.init(copies)) if which == "step" else copies
-        draw = np.random.default_rng(0).standard_normal
-        arguments = [trained, fixed, jnp.asarray(draw(x.shape, dtype=np.float32), x.dtype)]
+        arguments = [trained, fixed, _drawn(x.shape, x.dtype)]
 
         def call():
             results = jax.block_until_ready(compiled(*arguments))

@@ -2,7 +2,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import effattn
 from effattn.analysis import cost
+from effattn.dispatch import choice
 
 
 def counted(function, *shapes):
@@ -56,3 +58,21 @@ def test_a_loop_that_depends_on_data_is_refused():
 
 def test_the_exponent_is_the_slope_in_logarithms():
     assert cost.exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(effattn.linear_attention, {}), (effattn.bigbird_attention, {"block_size": 32})],
+)
+def test_the_xla_form_of_a_call_with_kernels_is_counted(function, options, monkeypatch):
+    def count(**how):
+        shapes = [jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)] * 3
+        call = jax.make_jaxpr(lambda *x: function(*x, is_causal=True, **options, **how))(*shapes)
+        return cost.operations(call), "pallas_call" in str(call)
+
+    by_xla = count(implementation="xla")
+    monkeypatch.setattr(choice, "_capability", lambda: 9.0)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    assert count() == (by_xla[0], True) and not by_xla[1]
+    jax.clear_caches()

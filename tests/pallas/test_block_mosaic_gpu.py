@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -310,6 +311,32 @@ def test_what_it_does_not_take_triton_does_on_the_same_device():
 
     assert kernels_of(function, None, arrays) == {MOSAIC_GPU}
     assert kernels_of(function, bias, arrays) == {TRITON}
+
+
+@pytest.mark.parametrize(
+    ("block_size", "is_causal", "message"),
+    [(32, False, "takes up to 16 entries, got 256"), (128, False, None), (128, True, None)],
+)
+def test_masks_of_blocks_smaller_than_a_tile_are_refused(block_size, is_causal, message):
+    """The kernel compared every logit with all entries, and took 20 times as long as exact."""
+    array = jax.ShapeDtypeStruct((1, 512, 1, 64), np.float16)
+    blocks = 512 // block_size
+
+    def call(query, key, value, implementation):
+        return effattn.block_sparse_attention(
+            query,
+            key,
+            value,
+            block_size=block_size,
+            block_mask=np.arange(blocks)[:, None] // 2 != np.arange(blocks) // 3,
+            is_causal=is_causal,
+            implementation=implementation,
+        )
+
+    refused = pytest.raises(NotImplementedError, match=message) if message else nullcontext()
+    with refused:
+        jax.eval_shape(functools.partial(call, implementation="mosaic_gpu"), array, array, array)
+    jax.eval_shape(functools.partial(call, implementation="triton"), array, array, array)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ from effattn.xla import block_attention as xla
 LIMITS = dispatch.Limits(
     ("bfloat16", "float16"),
     256,
-    "Hopper; tiles of multiples of 64; no dense mask or bias; "
+    "Hopper; tiles of multiples of 64; no dense mask or bias; tables of up to 16 entries by token; "
     "jax 0.12 for a soft cap or a score_mod",
 )
 
@@ -79,6 +79,8 @@ _MISCOMPILED = 12080, 12090  # first and last CUDA version whose ptxas miscompil
 _MOST_AT_ONCE = 128  # largest number of output features of one product in the forward
 _MOST_KEPT = 256  # largest number of features of all accumulators of a warpgroup
 _MOST_BLOCKS = 2**16 - 1  # CUDA limit on the sizes of two axes of a grid
+# Tensor cores leave no gather from registers: every logit is compared with each entry of a table.
+_MOST_COMPARED = 16
 _LOG2E = math.log2(math.e)
 
 
@@ -98,6 +100,11 @@ def refusal(config: Config, x: Inputs) -> str | None:
     given = config.tile if x.layout is None else x.layout.tile
     if given is not None and any(side % ROWS for side in given):
         return f"takes tiles of multiples of {ROWS} queries and keys, got {given}"
+    if (entries := block_tiles.entries_by_token(config, x)) > _MOST_COMPARED:
+        return (
+            "compares each logit with every entry of a table that a pattern or a score_mod reads "
+            f"by token, and takes up to {_MOST_COMPARED} entries, got {entries}"
+        )
     return _refusal_of_the_device()
 
 
