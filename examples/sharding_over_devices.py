@@ -20,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # must come before the first array
 
 # %%
 # The devices of the axis `data` divide the rows of a batch, and those of `tensor` the heads and the
-# hidden features. `nn.shardings` says where each parameter lives.
+# hidden features. `nn.placed` makes each parameter where it lives.
 
 mesh = parallel.make_mesh(data=-1, tensor=2 if jax.device_count() > 1 else 1)
 config = nn.TransformerConfig(vocab_size=256, num_layers=1, features=64, num_heads=4)
@@ -45,8 +45,7 @@ def train(model, tokens):
 tokens = np.random.default_rng(0).integers(256, size=(16, 257))
 print("losses on one device:", *train(nn.TransformerLM(config, rngs=nnx.Rngs(0)), tokens))
 
-model = nn.TransformerLM(config, rngs=nnx.Rngs(0))
-nnx.update(model, jax.device_put(nnx.state(model), nn.shardings(model, mesh)))
+model = nn.placed(lambda: nn.TransformerLM(config, rngs=nnx.Rngs(0)), mesh)
 with jax.set_mesh(mesh):
     print(f"losses on {mesh.size} devices:  ", *train(model, tokens))
 print("heads of the queries:", model.blocks[0].mixer.query.kernel.sharding.spec)

@@ -44,7 +44,7 @@ from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pipelined import PipelinedLM
-from effattn.nn.placement import shardings
+from effattn.nn.placement import placed, shardings
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.prune import prune_heads
 from effattn.nn.random_features import RandomFeatureSelfAttention
@@ -139,5 +139,6 @@ __all__ = [
     "generate",
     "longformer_from_transformers",
     "prune_heads",
+    "placed",
     "shardings",
 ]

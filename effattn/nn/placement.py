@@ -1,7 +1,7 @@
 """Where the parameters of a model live on the devices of a mesh."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -18,6 +18,8 @@ RULES: Mapping[str, str] = {
     "stages": "stage",  # S, of a `PipelinedLM`
 }
 
+Module = TypeVar("Module", bound=nnx.Module)
+
 # Mesh axes of the rows and tokens of activations `(B, T, D)`.
 ACTIVATIONS = ("data", "fsdp", "expert"), ("sequence",)
 
@@ -26,6 +28,38 @@ def axes(*names: str | None) -> dict[str, Any]:
     """Metadata of a parameter whose axes have these names."""
     # Without a mesh, Flax refuses to place a parameter when it is made.
     return {"out_sharding": names, "eager_sharding": False}
+
+
+def placed(build: Callable[[], Module], mesh: Mesh, rules: Mapping[str, str] = RULES) -> Module:
+    """Builds a model whose variables are made on the devices where they live.
+
+    No device ever holds more than its part, so the model may be larger than the memory of a device.
+    The variables are those of `build()`. Use the model where the mesh is set:
+
+        mesh = parallel.make_mesh(fsdp=2, tensor=4)
+        model = nn.placed(lambda: nn.TransformerLM(config, rngs=nnx.Rngs(0)), mesh)
+        with jax.set_mesh(mesh):
+            logits = model(tokens)
+
+    Args:
+      build: function that makes the model, with its `nnx.Rngs`.
+      mesh: mesh, such as that of `effattn.parallel.make_mesh`.
+      rules: mesh axes by the names of parameter axes.
+
+    Raises:
+      ValueError: `build` is a model that is already there, or makes no module.
+    """
+    if isinstance(build, nnx.Module):
+        raise ValueError(
+            f"build must be a function that makes the model, got a {type(build).__name__}; use "
+            "nnx.update(model, jax.device_put(nnx.state(model), nn.shardings(model, mesh))) for a "
+            "model that is already there"
+        )
+    shapes = nnx.eval_shape(build)
+    if not isinstance(shapes, nnx.Module):
+        raise ValueError(f"build must return an nnx.Module, got a {type(shapes).__name__}")
+    make = jax.jit(lambda: nnx.state(build()), out_shardings=shardings(shapes, mesh, rules))
+    return nnx.merge(nnx.graphdef(shapes), make())
 
 
 def shardings(model: Any, mesh: Mesh, rules: Mapping[str, str] = RULES) -> nnx.State:
@@ -37,6 +71,8 @@ def shardings(model: Any, mesh: Mesh, rules: Mapping[str, str] = RULES) -> nnx.S
     of `expert` (Lepikhin et al. 2020, "GShard"), and the stages of a `PipelinedLM` among those of
     `stage`. An axis that these devices cannot divide evenly, and all other variables, are whole on
     each device.
+
+    For a model that is already there; `placed` builds a new one:
 
         mesh = parallel.make_mesh(fsdp=2, tensor=4)
         state = jax.device_put(nnx.state(model), nn.shardings(model, mesh))

@@ -55,6 +55,43 @@ def test_kernels_name_their_axes():
     }
 
 
+@pytest.mark.devices
+@pytest.mark.parametrize("stages", [None, 2])
+def test_a_model_is_built_where_it_lives(stages):
+    def make():
+        model = build("gated_delta_net", 2, dropout_rate=0.1)
+        return model if stages is None else nn.PipelinedLM(model, stages)
+
+    mesh = parallel.make_mesh(fsdp=2, tensor=2, stage=2)
+    model = nn.placed(make, mesh)
+    expected = nnx.state(make())
+    for found, x, place in zip(
+        *map(jax.tree.leaves, (nnx.state(model), expected, nn.shardings(expected, mesh))),
+        strict=True,
+    ):
+        assert found.sharding == place and found.dtype == x.dtype
+        key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        found, x = (jax.random.key_data(a) if key else a for a in (found, x))
+        np.testing.assert_allclose(found, x, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (build, None),
+        (build(), "build must be a function that makes the model, got a TransformerLM; use nnx"),
+        (lambda: 3, "build must return an nnx.Module, got a int"),
+    ],
+)
+def test_a_model_is_built_by_a_function(make, message):
+    mesh = parallel.make_mesh(data=1, devices=jax.devices()[:1])
+    if message is None:
+        assert type(nn.placed(make, mesh)) is nn.TransformerLM
+        return
+    with pytest.raises(ValueError, match=message):
+        nn.placed(make, mesh)
+
+
 def test_moments_are_placed_like_their_parameters():
     mesh = parallel.make_mesh(data=-1)
     params = {"a": {"kernel": jnp.ones((4, 2))}, "kernel": jnp.ones((4, 2))}
