@@ -118,11 +118,12 @@ def lsh_attention(
     weight of a pair that occurs in several rounds is divided by the number of these rounds. A token
     attends to itself only if P_i is empty otherwise; then L_i is -1e5.
 
-    Bidirectional calls use the sets of the paper: tokens are sorted by bucket and then by time and
-    cut in chunks of m; a token attends to its own chunk and the chunk before it; the first chunk
-    attends to the last, as in the code of the authors. The causal form of the paper masks these
-    chunks. Chunk borders depend on later tokens, so the future would change what a token attends
-    to. Here, in causal calls, P_i^r holds the last m tokens before i in the same bucket.
+    Bidirectional calls use the chunks of the paper: tokens are sorted by bucket and then by time
+    and cut in chunks of m; a token attends to its own chunk and the chunk before it; the first
+    chunk attends to the last. As in the code of the authors, and unlike in the formula of the
+    paper, tokens of other buckets in these chunks count too. The causal form of the paper masks
+    the chunks. Chunk borders depend on later tokens, so the future would change what a token
+    attends to. Here, in causal calls, P_i^r holds the last m tokens before i in the same bucket.
 
     Hashing to b buckets costs b / 2 products a token. If b is a product of even factors, each
     factor has its own rotation, and the bucket is the number whose digits are the hashes; the first
