@@ -146,6 +146,11 @@ class Mechanism:
         return frozenset(shown - self.reasons.keys())
 
     @property
+    def home(self) -> str:
+        """Module of the function, or of the mixer if there is none."""
+        return self.builder.partition(":")[0] if self.function is None else self.function.__module__
+
+    @property
     def mixer(self) -> str:
         """Full name of the builder, for messages."""
         module, _, attribute = self.builder.partition(":")
@@ -250,10 +255,19 @@ def load(reference: str) -> Any:
 
 
 def register(mechanism: Mechanism) -> Mechanism:
-    """Adds an entry; `ValueError` if its name is registered already."""
-    if mechanism.name in _MECHANISMS:
+    """Adds an entry.
+
+    A module may register its own name again, as a cell of a notebook does that runs twice: then the
+    new entry replaces the old one.
+
+    Raises:
+      ValueError: another module has registered the name.
+    """
+    before = _MECHANISMS.get(mechanism.name)
+    if before is not None and before.home != mechanism.home:
         raise ValueError(
-            f"a mechanism named {mechanism.name!r} is registered already; choose another name"
+            f"a mechanism named {mechanism.name!r} is registered already, by {before.home}; choose "
+            "another name"
         )
     _MECHANISMS[mechanism.name] = mechanism
     return mechanism

