@@ -39,6 +39,16 @@ def inverse_of(order):
     return _over(order.ndim - 1, of_one)(order)
 
 
+def scatter(x, where, length):
+    """Puts `x (*B, C, ...)` at different indices `where (*B, C)` of zeros `(*B, length, ...)`."""
+
+    def of_one(x, where):
+        return jnp.zeros((length, *x.shape[1:]), x.dtype).at[where].set(x, unique_indices=True)
+
+    of_rows = _over(where.ndim - 1, of_one)
+    return mesh_axes.placed_like(x, of_rows, x, where)
+
+
 def _at(x, at):
     return _over(at.ndim - 1, lambda x, at: x.at[at].get(mode="clip"))(x, at)
 

@@ -61,6 +61,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "LinformerSelfAttention",
                 "LongShortSelfAttention",
                 "LongformerSelfAttention",
+                "MixtureOfMechanisms",
                 "PerformerSelfAttention",
                 "RandomFeatureSelfAttention",
                 "RoutingSelfAttention",

@@ -11,9 +11,9 @@ from flax import nnx
 
 from effattn.arrays import checks, dtypes
 from effattn.arrays.gathers import inverse_of
-from effattn.arrays.segments import positions_from, positions_from_segment_ids
+from effattn.arrays.segments import positions_from
+from effattn.cores import sequence_parts
 from effattn.decode.state import new_lengths, row_lengths
-from effattn.functional.longformer import gather
 from effattn.nn import initializers
 from effattn.nn.build import Mechanism, mechanism, named
 from effattn.nn.hybrid import HybridState, SeveralMixers
@@ -215,11 +215,15 @@ class MixtureOfMechanisms(SeveralMixers):
         given = {"lengths": lengths, "segment_ids": segment_ids}
         if self.capacity is None:
             return self._combined(x, self._outputs(x, given))
-        valid, shares = _valid(x, lengths, segment_ids), self._shares(x)
-        gates, _ = self._places(shares, valid, _document_positions(x, segment_ids))
+        # Places are given in the order of time, so that each device needs the gates of all tokens.
+        valid, shares, at = map(
+            _of_all_tokens,
+            (_valid(x, lengths, segment_ids), self._shares(x), _document_positions(x, segment_ids)),
+        )
+        gates, _ = self._places(shares, valid, at)
         first, *others = self.mixers
         y = first(x, **given)
-        most = int(_budget(self.capacity, np.int32(x.shape[1])))
+        most = int(_budget(self.capacity, np.int32(valid.shape[1])))
         if not most:
             return y
         gates, of_first, chosen = gates.astype(y.dtype), jnp.ones((), y.dtype), jnp.zeros_like(y)
@@ -227,11 +231,11 @@ class MixtureOfMechanisms(SeveralMixers):
             # Tokens with a place come first, then those with the largest gates; padding is last.
             rank = jnp.where(valid, jax.lax.stop_gradient(gates[..., m] + shares[..., m]), -1)
             order = jnp.argsort(-rank, axis=-1, stable=True).astype(jnp.int32)
-            slot = inverse_of(order)
             computed = mixer.outputs_at(x, order[:, :most], **given)
-            gate = jnp.where(valid & (slot < most), gates[..., m], 0)[..., None]
+            gate = jnp.where(valid & (inverse_of(order) < most), gates[..., m], 0)[..., None]
+            gate = _of_own_tokens(gate, x.shape[1])
             of_first = of_first - gate
-            chosen = chosen + gate * gather(computed, jnp.minimum(slot, most - 1))
+            chosen = chosen + gate * computed
         return of_first * y + chosen
 
     def _extend(self, x, state, lengths):
@@ -297,6 +301,16 @@ def _valid(x, lengths, segment_ids):
 
 
 def _document_positions(x, segment_ids):
-    if segment_ids is not None:
-        return positions_from_segment_ids(segment_ids)
-    return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    at = sequence_parts.positions(x.shape[1], segment_ids).astype(jnp.int32)
+    return jnp.broadcast_to(at, x.shape[:2])
+
+
+def _of_all_tokens(x):
+    """x `(B, T, ...)` of all tokens, from the part of this device."""
+    parts = sequence_parts.current()
+    return x if parts is None else parts.gather(x, 1)
+
+
+def _of_own_tokens(x, size):
+    parts = sequence_parts.current()
+    return x if parts is None else parts.own(x, size, 1)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from effattn import registry
 from effattn.arrays import mesh_axes
+from effattn.arrays.gathers import scatter
 from effattn.arrays.segments import positions_from
 from effattn.cores import attention, sequence_parts
 from effattn.decode.decoder import without_naive
@@ -20,6 +21,35 @@ from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 from effattn.parallel.heads import attend_in_parts
+
+
+def _attend_from(where, query, key, value, keywords):
+    """Exact attention of queries `(B, C, N, H)` that stand at the tokens `where`, `(B, C)`."""
+    keywords = {name: x for name, x in keywords.items() if name != "query_seq_lengths"}
+    ids = keywords.get("segment_ids")
+    if ids is not None:
+        keywords["segment_ids"] = gather(ids, where), ids
+    everywhere = jnp.broadcast_to(jnp.arange(key.shape[1], dtype=jnp.int32), key.shape[:2])
+    given = attention.check("dot_product_attention", query, key, value, **keywords)
+    given = dataclasses.replace(given, positions=(where, everywhere))
+    return attention.attend(query, key, value, given)[0]
+
+
+class _Chosen:
+    """Exact attention of the queries at some tokens; zeros for the others.
+
+    A class, because `exchange_heads` reads the signature: it calls this on all tokens of some heads.
+    """
+
+    def __init__(self, where: jax.Array):
+        self.where = where
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **keywords: Any
+    ) -> jax.Array:
+        chosen = gather(query, self.where)
+        out = _attend_from(self.where, chosen, key, value, keywords)
+        return scatter(out, self.where, query.shape[1])
 
 
 class SelfAttention(Attention, CausalMixer):
@@ -111,35 +141,34 @@ class SelfAttention(Attention, CausalMixer):
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """The outputs of a call at some tokens, without the cost of the other queries.
+        """The outputs of a call at some tokens, without the cost of attention from the others.
 
         Keys and values are those of all tokens; there is no dropout.
 
         Args:
           x: `(B, T, D)`.
-          where: `(B, C)` int32, indices of tokens, in any order.
+          where: `(B, C)` int32, indices of different tokens, in any order; of the whole sequence
+            where devices hold it in parts.
           lengths: as in a call.
           segment_ids: as in a call.
 
         Returns:
-          `(B, C, D)`.
+          `(B, T, D)`, the outputs in their places; the rest does not matter.
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
-        keywords = dict(without_naive(keywords))
-        keywords.pop("query_seq_lengths", None)
-        everywhere = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        if segment_ids is not None:
-            ids = keywords["segment_ids"]
-            keywords["segment_ids"] = gather(ids, where), ids
+        keywords = without_naive(keywords)
+        if sequence_parts.current() is not None:
+            heads = self._heads(x, positions)
+            return self.out(attend_in_parts(_Chosen(where), heads, keywords))
         query = self._project_queries(gather(x, where))
         key, value = self._project_keys(x)
         if self.rotary is not None and positions is not None:
             positions = jnp.broadcast_to(positions, x.shape[:2])
             query = self.rotary(query, gather(positions, where))
             key = self.rotary(key, positions)
-        given = attention.check("dot_product_attention", query, key, value, **keywords)
-        given = dataclasses.replace(given, positions=(where, everywhere))
-        return self.out(attention.attend(query, key, value, given)[0])
+        return scatter(
+            self.out(_attend_from(where, query, key, value, keywords)), where, x.shape[1]
+        )
 
     def _attend(self, heads: tuple[jax.Array, ...], **keywords: Any) -> jax.Array:
         """Calls the attention function on (query, key, value); returns `(B, T, N, Hv)`."""

@@ -209,6 +209,25 @@ def test_documents_of_exchanged_heads(name):
     check(name, parallel.exchange_heads, options, segment_ids=IDS, lengths=LENGTHS)
 
 
+LINEAR_OR_EXACT = ("linear", "softmax", {"name": "softmax", "num_kv_heads": 2})
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "padding"),
+    [
+        (LINEAR_OR_EXACT, {"segment_ids": IDS}),
+        pytest.param(("sliding_window", "softmax"), {"lengths": LENGTHS}, marks=pytest.mark.slow),
+    ],
+    ids=["documents", "lengths"],
+)
+def test_tokens_of_all_devices_take_the_places_of_a_mixture(mechanisms, padding):
+    options = {"mechanisms": mechanisms, "gate": "top1", "capacity": 0.4, "rotary": ROTARY}
+    module = made("mixture_of_mechanisms", 4, **options)
+    chosen = module.token_costs(tokens(0), **{k: jnp.asarray(x) for k, x in padding.items()})
+    assert 4 < (chosen > 0).sum() < 32
+    check("mixture_of_mechanisms", parallel.exchange_heads, {"heads": 4, **options}, **padding)
+
+
 @pytest.mark.parametrize("name", slow_but_for([], SHARED))
 def test_mixers_share_keys(name):
     check(name, parallel.share_keys, SHARED[name], lengths=LENGTHS)
