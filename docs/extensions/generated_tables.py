@@ -60,11 +60,11 @@ def _number(value):
 
 
 def _state(of_length):
-    """Bytes of the decode state, and whether they grow with the length."""
+    """Bytes of the decode state, with an arrow if they grow with the length."""
     size, later = (of_length.get(n, {}).get("state_bytes") for n in (LENGTHS[-1], LONG))
     if size is None:
         return "-"
-    return _bytes(size) if size == later else f"{_bytes(size)}, grows"
+    return _bytes(size) if size == later else f"{_bytes(size)}\N{NO-BREAK SPACE}\N{UPWARDS ARROW}"
 
 
 def _bytes(size):
@@ -101,7 +101,7 @@ def kernels() -> str:
         for row in effattn.support(name)
         if row.implementation != "xla"
     ]
-    headings = "kernel", "of", "runs on", "dtypes", "needs"
+    headings = "kernel", "for", "runs on", "dtypes", "needs"
     return table(headings, sorted(rows))
 
 

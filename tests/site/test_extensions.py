@@ -154,6 +154,11 @@ def test_links_to_files_become_links_to_pages():
         '<a href="../_modules/effattn/registry.html">x</a>',
         [],
     )
+    assert converted("[x](../examples/README.rst)", "index") == ("[x](gallery/index.rst)", [])
+    assert converted("[x](../examples/dna_hyena_64k.py)", "index") == (
+        "[x](gallery/dna_hyena_64k.rst)",
+        [],
+    )
     assert converted("[x](../../Makefile)") == ("x", [])
     assert converted("[x](https://a.b/c)") == ("[x](https://a.b/c)", [])
     assert converted("[x\ny](../../README.md)") == ("[x\ny](../index.md)", [])
