@@ -25,7 +25,6 @@ extensions = [
     # Before KaTeX, whose clean-up would hide the message about a failing script.
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.katex",
-    "sphinx_design",
     "extensions.docstrings",
     "extensions.api_pages",
     "extensions.generated_tables",

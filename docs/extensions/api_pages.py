@@ -64,8 +64,8 @@ def public_names(module: str) -> list[str]:
 def overview() -> str:
     """Page of all modules."""
     modules = "\n".join(f"   {module}" for module in MODULES)
-    return f"""Reference
-=========
+    return f"""API
+===
 
 .. toctree::
    :titlesonly:

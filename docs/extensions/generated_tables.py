@@ -35,7 +35,6 @@ def costs(direction: str) -> str:
         steps = {n: of_length[n]["passes"]["step"] for n in LENGTHS if n in of_length}
         relative = {n: measurements.times(step) for n, step in steps.items()}
         quality = measurements.mean_quality(entry.name, direction == "causal")
-        state = of_length.get(16384, {}).get("state_bytes")
         cells = [
             f"[`{entry.name}`](mechanisms/{entry.name}.md)",
             facts.kind(entry),
@@ -43,7 +42,7 @@ def costs(direction: str) -> str:
             _number(of_length[LONG]["passes"]["step"].get("seconds")) if LONG in of_length else "-",
         ]
         if direction == "causal":
-            cells.append("-" if state is None else _bytes(state))
+            cells.append(_state(of_length))
         cells.append(
             "-" if quality is None else f"{quality[0]:.2f}\N{NO-BREAK SPACE}({quality[1]})"
         )
@@ -58,6 +57,14 @@ def costs(direction: str) -> str:
 
 def _number(value):
     return "-" if value is None else f"{value:.2f}"
+
+
+def _state(of_length):
+    """Bytes of the decode state, with an arrow if they grow with the length."""
+    size, later = (of_length.get(n, {}).get("state_bytes") for n in (LENGTHS[-1], LONG))
+    if size is None:
+        return "-"
+    return _bytes(size) if size == later else f"{_bytes(size)}\N{NO-BREAK SPACE}\N{UPWARDS ARROW}"
 
 
 def _bytes(size):
@@ -83,13 +90,19 @@ def by_device() -> str:
 
 def kernels() -> str:
     """Requirements of each implementation of block attention and of the recurrences."""
-    rows = {
-        (row.implementation, row.platform, ", ".join(row.dtypes), row.others or "")
-        for name in ("softmax", "linear", "gated_linear")
-        for row in effattn.support(name)
+    of = {
+        "softmax": "block attention",
+        "linear": "recurrences without decay",
+        "gated_linear": "recurrences with decay, delta rules",
     }
-    headings = "implementation", "runs on", "dtypes", "needs"
-    return table(headings, [(f"`{row[0]}`", *row[1:]) for row in sorted(rows)])
+    rows = [
+        (f"`{row.implementation}`", what, row.platform, ", ".join(row.dtypes), row.others or "")
+        for name, what in of.items()
+        for row in effattn.support(name)
+        if row.implementation != "xla"
+    ]
+    headings = "kernel", "for", "runs on", "dtypes", "needs"
+    return table(headings, sorted(rows))
 
 
 _TABLES: Mapping[str, Callable[[], str]] = {

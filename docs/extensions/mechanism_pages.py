@@ -4,7 +4,7 @@ The text of a mechanism is `docs/mechanisms/<name>.md`: its idea, its formula, a
 the paper. Everything else is added to the page here when the site is built.
 """
 
-import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from effattn.advice import about, facts, quality
 from effattn.advice.layers import Layer
 from effattn.registry import Mechanism
 
-from . import measurements
+from . import calls, measurements
 from .markdown import python, table
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -105,34 +105,27 @@ def _picture(entry: Mechanism) -> str:
 def _code(entry: Mechanism) -> str:
     parts = []
     if formula := about.formula(entry):
-        parts += ["The formula, for one head or one example:", python(formula)]
+        parts += [_about_formula(entry, formula), python(formula)]
     if entry.function is not None:
-        parts += ["The same for all heads and examples, in its fast form:", python(_call(entry))]
+        parts += ["The fast form, for all heads and examples:", python(calls.program(entry))]
     is_causal = "causal" in entry.capabilities
     layer = Layer(entry, {}, 8, 64, is_causal)
     code = layer.code(CODE_LENGTH, is_causal and "decode" in entry.capabilities)
     return "\n\n".join([*parts, "As a layer of a Flax model:", python(code)])
 
 
-def _call(entry: Mechanism) -> str:
-    """A call of the function with the arguments that it needs."""
-    function: Any = entry.function
-    arguments = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            given = entry.options.get(name, parameter.default) if entry.takes_heads else None
-            if parameter.default is parameter.empty:
-                shown = name if given in (parameter.empty, None) else repr(given)
-                arguments.append(f"{name}={shown}")
-        elif parameter.default is parameter.empty:
-            arguments.append(name)
-    if "is_causal" in inspect.signature(function).parameters:
-        arguments.append("is_causal=True")
-    line = f"y = effattn.{function.__name__}({', '.join(arguments)})"
-    if len(line) > 88:
-        inside = "".join(f"    {each},\n" for each in arguments)
-        line = f"y = effattn.{function.__name__}(\n{inside})"
-    return line
+def _about_formula(entry: Mechanism, formula: str) -> str:
+    form = f"`effattn.naive.{entry.name}`"
+    if entry.function is None:
+        lines = [f"The formula, for one example; {form} runs it on the layer below and its tokens."]
+    else:
+        lines = [
+            "The formula, for one head or one example;",
+            f"{form} runs it for all of them, with the arguments of the fast form.",
+        ]
+    if re.search(r"\bpairs\b", formula):
+        lines.append("`pairs` are the keys that each query may attend to.")
+    return " ".join(lines)
 
 
 def _options(entry: Mechanism) -> str:
@@ -140,22 +133,30 @@ def _options(entry: Mechanism) -> str:
     parts = []
     for name, listed in about.options_of(entry).items():
         of_function = name != entry.mixer
-        shared = [o.name for o in listed if of_function and about.is_shared(o.name)]
-        own = [o for o in listed if o.name not in shared]
-        rows = [
-            (f"`{o.name}`", "required" if o.default is None else f"`{o.default}`", o.text)
-            for o in own
+        shared = [
+            o.name
+            for o in listed
+            if of_function and o.default is not None and about.is_shared(o.name)
         ]
+        own = [o for o in listed if o.name not in shared]
+        rows = [(f"`{o.name}`", _default(o), o.text) for o in own]
         kind = "func" if of_function else "class"
         lines = [f"Of {{py:{kind}}}`{name}`:"]
         if rows:
             lines.append(table(("option", "default", "meaning"), rows))
+        if any(o.in_layers for o in own):
+            lines.append(f"*In layers*: in layers that are made by the name `{entry.name}`.")
         if shared:
             names = ", ".join(f"`{name}`" for name in shared)
             lines.append(f"Shared [options](../api/effattn.options.rst): {names}.")
         if len(lines) > 1:
             parts.append("\n\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _default(option: about.Option) -> str:
+    default = "required" if option.default is None else f"`{option.default}`"
+    return default if option.in_layers is None else f"{default}; in layers `{option.in_layers}`"
 
 
 def _implementations(entry: Mechanism) -> str:

@@ -1,8 +1,8 @@
 """Links between files of the repository, on the site.
 
 Pages link to files of the repository by relative paths, which GitHub follows. Here a path becomes
-that of a page of the site: another page of `docs/`, the copy of a file that the site shows too, or
-the source of a module. A link to any other file becomes its text.
+that of a page of the site: another page of `docs/`, the copy of a file that the site shows too, an
+example, or the source of a module. A link to any other file becomes its text.
 """
 
 import os.path
@@ -97,6 +97,9 @@ def place_of(path: str) -> str | None:
         return f"{SHOWN[path]}.md"
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
+    if path.startswith("examples/"):
+        name = path.removeprefix("examples/").removesuffix(".py").replace("README.rst", "index")
+        return f"gallery/{name}.rst"
     if path.startswith("effattn/") and path.endswith(".py"):
         return f"_modules/{path.removesuffix('.py').removesuffix('/__init__')}.html"
     return None

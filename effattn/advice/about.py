@@ -14,10 +14,18 @@ from effattn.registry import Mechanism
 
 
 class Option(NamedTuple):
-    """An option of a function or layer; `default` is None if the option is required."""
+    """An option of a function or layer.
+
+    Attributes:
+      name: name of the argument.
+      default: its default value, None if the option is required.
+      in_layers: the value that layers give a function, None if it is the default value.
+      text: meaning of the option.
+    """
 
     name: str
     default: str | None
+    in_layers: str | None
     text: str
 
 
@@ -116,11 +124,17 @@ def _options(
     texts = {**shared, **_described(inspect.getdoc(documented) or "")}
     found = []
     for name, parameter in parameters.items():
-        default = defaults.get(name, parameter.default)
-        shown = getattr(default, "__name__", None) or repr(default)
-        required = default is parameter.empty
-        found.append(Option(name, None if required else shown, texts.get(name, "")))
+        default = None if parameter.default is parameter.empty else _shown(parameter.default)
+        in_layers = _shown(defaults[name]) if name in defaults else default
+        in_layers = None if in_layers == default else in_layers
+        found.append(Option(name, default, in_layers, texts.get(name, "")))
     return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return getattr(value, "__name__", None) or repr(value)
 
 
 def _described(docstring: str) -> dict[str, str]:

@@ -112,6 +112,8 @@ def _option(option: about.Option) -> str:
     head = f"{option.name} (required)"
     if option.default is not None:
         head = f"{option.name} = {option.default}"
+    if option.in_layers is not None:
+        head += f", in layers {option.in_layers}"
     return f"{head}: {option.text}" if option.text else head
 
 

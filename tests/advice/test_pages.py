@@ -38,7 +38,7 @@ def test_a_page_has_formula_options_and_support(name):
 
 def test_a_page_documents_own_and_shared_options():
     text = pages.page("sliding_window")
-    assert "local_window_size = 127: w or (left, right), steps on each side" in text
+    assert "local_window_size (required), in layers 127: w or (left, right), steps on" in text
     assert "is_causal = False: query i attends" in text
     assert text.count("def naive(") == 1 and "def in_window(" in text
     assert "max_global = None: maximum number of global tokens" in pages.page("longformer")
