@@ -36,10 +36,7 @@ def _attend_from(where, query, key, value, keywords):
 
 
 class _Chosen:
-    """Exact attention of the queries at some tokens; zeros for the others.
-
-    A class, because `exchange_heads` reads the signature: it calls this on all tokens of some heads.
-    """
+    """Exact attention of the queries at some tokens, as a function over heads; zeros elsewhere."""
 
     def __init__(self, where: jax.Array):
         self.where = where
@@ -156,7 +153,7 @@ class SelfAttention(Attention, CausalMixer):
           `(B, T, D)`, the outputs in their places; the rest does not matter.
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
-        keywords = without_naive(keywords)
+        keywords = dict(without_naive(keywords))
         if sequence_parts.current() is not None:
             heads = self._heads(x, positions)
             return self.out(attend_in_parts(_Chosen(where), heads, keywords))

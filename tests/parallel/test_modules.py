@@ -76,6 +76,7 @@ HEADS = {
     "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4, "rotary": ROTARY},
     "bigbird": {"block_size": 4, "num_random_blocks": 2},
     "routing": {"heads": 8, "num_clusters": 4, "cluster_size": 8, "rotary": ROTARY},
+    "mixture_of_mechanisms": {"mechanisms": ("softmax", "linear")},
     "synthesizer": {"max_length": 40},
     "synthesizer_factorized": {"max_length": 40},
     "synthesizer_factorized_random": {"max_length": 40},
@@ -236,6 +237,7 @@ def test_mixers_share_keys(name):
 @pytest.mark.parametrize(
     ("name", "form", "message"),
     [
+        ("mixture_of_mechanisms", parallel.pass_states, "got MixtureOfMechanisms; exchange_heads"),
         ("gru", parallel.exchange_channels, "got GRU; pass_states takes recurrences"),
         ("softmax", parallel.pass_states, "got SelfAttention; exchange_heads takes any function"),
         ("convolution_attention", parallel.pass_states, "got ConvolutionAttention; "),

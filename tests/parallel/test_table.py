@@ -1,4 +1,4 @@
-"""The table of docs/performance.md: every mechanism runs by the call that it names, or by none."""
+"""The table of docs/performance.md: every mechanism runs by the call that it names."""
 
 import functools
 import pathlib
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.devices
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "performance.md"
 ROW = re.compile(
-    r"^\| `?(ring_attention|pass_states|share_keys|exchange_\w+|none)`? \|([^|]*)\|([^|]*)\|$", re.M
+    r"^\| `(ring_attention|pass_states|share_keys|exchange_\w+)` \|([^|]*)\|[^|]*\|$", re.M
 )
 ROWS = [
-    (name, call, reason)
-    for call, mechanisms, reason in ROW.findall(PAGE.read_text())
+    (name, call)
+    for call, mechanisms in ROW.findall(PAGE.read_text())
     for name in re.findall(r"`(\w+)`", mechanisms)
 ]
-CALLED = {name: call for name, call, _ in ROWS}
+CALLED = dict(ROWS)
 
 BATCH, TOKENS, HEADS, KEY_HEADS, SIZE, DEVICES = 2, 32, 4, 2, 8, 4
 OF_TOKENS, OF_HEADS = P(None, "sequence"), P()
@@ -141,18 +141,17 @@ def numbers_like(query, value):
     return jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
 
 
-SHARED = [name for name, call, _ in ROWS if call == "share_keys"]
+SHARED = [name for name, call in ROWS if call == "share_keys"]
 BY_HEADS = [
     name
-    for name, call, _ in ROWS
+    for name, call in ROWS
     if call in ("exchange_heads", "share_keys") and registry.get(name).function is not None
 ]
 INPUTS = {name: inputs_of(name) for name in BY_HEADS}
 
 
 def test_each_mechanism_has_one_row():
-    assert sorted(name for name, _, _ in ROWS) == sorted(registry.names())
-    assert all(reason.strip() for _, _, reason in ROWS)
+    assert sorted(name for name, _ in ROWS) == sorted(registry.names())
 
 
 @pytest.mark.parametrize("name", slow_but_for([], BY_HEADS))
@@ -183,18 +182,8 @@ def test_the_other_calls_are_tested_beside():
     for call, names in tested.items():
         assert {name for name in CALLED if CALLED[name] == call} == names
     others = {n for n in CALLED if CALLED[n] == "exchange_heads"} - {*BY_HEADS}
-    assert others == {"convolution_attention", "synthesizer_random"} <= test_modules.HEADS.keys()
-
-
-@pytest.mark.parametrize("name", [name for name, call, _ in ROWS if call == "none"])
-@pytest.mark.parametrize("call", [parallel.pass_states, parallel.exchange_channels])
-def test_mechanisms_without_a_call_are_refused(name, call):
-    options = {
-        "mixture_of_mechanisms": {"mechanisms": ({"name": "softmax"}, {"name": "linear"})},
-    }
-    module = test_modules.made(name, **options.get(name, {}))
-    with pytest.raises(ValueError, match=f"got {type(module).__name__}; |cannot take"):
-        test_modules.program(module, call)
+    mixers = {"convolution_attention", "mixture_of_mechanisms", "synthesizer_random"}
+    assert others == mixers <= test_modules.HEADS.keys()
 
 
 def shared(name, tokens=TOKENS, **options):

@@ -149,7 +149,7 @@ def test_layers_divide_a_sequence_each_by_its_form():
 
 MIXTURE = {
     "name": "mixture_of_mechanisms",
-    "mechanisms": [{"name": "linear"}, {"name": "softmax"}],
+    "mechanisms": [{"name": "lstm"}, {"name": "softmax"}],
     "gate": "top1",
     "capacity": 0.25,
 }
@@ -158,7 +158,7 @@ MIXTURE = {
 @pytest.mark.parametrize(
     ("mixer", "words"),
     [
-        (MIXTURE, "no form of effattn.parallel takes MixtureOfMechanisms"),
+        (MIXTURE, "exchange_heads takes .*, got LSTM"),
         ("softmax", "the 16 devices of the mesh axis 'sequence' must divide the 8 heads of query"),
     ],
 )
