@@ -84,7 +84,7 @@ def test_stages_must_fit_the_options(changes, message):
     [
         ("softmax/linear", "stage=2,data=4", "layer 1 is built differently from layer 0"),
         (
-            "mixture_of_mechanisms,gate='top1',capacity=0.5",
+            "mixture_of_mechanisms,mechanisms=('gru','softmax'),gate='top1',capacity=0.5",
             "stage=2,sequence=4",
             "MixtureOfMechanisms cannot be called on parts of the tokens",
         ),

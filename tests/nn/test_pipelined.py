@@ -193,7 +193,7 @@ def test_devices_hold_their_stage_alone_and_send_activations():
 # Its places depend on all tokens of a row.
 MIXTURE = {
     "name": "mixture_of_mechanisms",
-    "mechanisms": ("linear", "softmax"),
+    "mechanisms": ("gru", "softmax"),
     "gate": "top1",
     "capacity": 0.5,
 }
