@@ -8,8 +8,9 @@ import pytest
 import effattn
 
 MEASURE = """
-import sys, time
+import gc, sys, time
 import jax.numpy
+gc.disable()  # a collection would search the objects of JAX, for longer than the import takes
 before = set(sys.modules)
 sys.pycache_prefix = sys.argv[1]
 start = time.process_time()
@@ -35,10 +36,10 @@ def imports(tmp_path_factory):
     return [float(seconds) for seconds, _ in lines], lines[0][1].split()
 
 
-def test_takes_less_than_a_tenth_of_a_second(imports):
+def test_is_quick(imports):
     # On a busy machine some of the processes take longer.
     seconds, _ = imports
-    assert min(seconds) < 0.1
+    assert min(seconds) < 0.08
 
 
 def test_loads_nothing_heavy(imports):
