@@ -146,6 +146,11 @@ def assert_equal(found, expected):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
+def mixture(first):
+    several = {"mechanisms": (first, "softmax"), "gate": "top1", "capacity": 0.5}
+    return {"name": "mixture_of_mechanisms", **several}
+
+
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -157,6 +162,7 @@ def slow(*values):
         ({"stage": 2, "data": 2, "tensor": 2}, "1f1b", {}),
         slow({"stage": 2, "data": 2, "tensor": 2}, "gpipe", {"tie_embeddings": False}),
         slow({"stage": 2, "sequence": 2, "data": 2}, "1f1b", {"mixer": "gated_delta_net"}),
+        slow({"stage": 2, "sequence": 2, "data": 2}, "1f1b", {"mixer": mixture("linear")}),
         slow({"stage": 2, "sequence": 2, "fsdp": 2}, "1f1b", {"mixer": "sliding_window"}),
         slow({"stage": 2, "expert": 2, "fsdp": 2}, "1f1b", {"experts": nn.Experts(4)}),
         slow({"stage": 2, "data": 4}, "1f1b", {"mixer": "performer", "positions": "learned"}),
@@ -191,21 +197,13 @@ def test_devices_hold_their_stage_alone_and_send_activations():
 
 
 # Its places depend on all tokens of a row.
-MIXTURE = {
-    "name": "mixture_of_mechanisms",
-    "mechanisms": ("gru", "softmax"),
-    "gate": "top1",
-    "capacity": 0.5,
-}
-
-
 @pytest.mark.devices
 @pytest.mark.parametrize(
     ("sizes", "changes", "message"),
     [
         ({"stage": 4, "data": 2}, {}, "must have an axis 'stage' of size 2"),
         ({"stage": 2, "sequence": 4}, {"experts": nn.Experts(2)}, "needs a mesh without an axis"),
-        ({"stage": 2, "sequence": 4}, {"mixer": MIXTURE}, "called on parts of the tokens"),
+        ({"stage": 2, "sequence": 4}, {"mixer": mixture("gru")}, "called on parts of the tokens"),
     ],
     ids=str,
 )
