@@ -61,15 +61,15 @@ class Config:
     features: int = 256  # width of a layer
     heads: int = 4
     precision: Literal["float32", "bfloat16"] = "float32"  # parameters are float32
-    # Tokens of a batch where sequences are shorter; longer sequences are measured one by one. Fills
-    # a GPU, which a short sequence alone leaves idle.
+    # Tokens of a batch where sequences are shorter; longer sequences are measured one by one. One
+    # short sequence leaves a GPU idle.
     tokens: int = 1
     rounds: int = 5  # calls of each program
     seconds: float = 1.0  # for the rounds of a program; longer lengths of slower ones are skipped
     memory: float | None = None  # GB that the longest sequence must fit into; default the device's
     # Tables beside those of time and memory: the longest sequence that fits, decode caches, and
-    # attention that stores its matrices. Each compiles many programs; "--extras" alone leaves out
-    # all.
+    # attention that stores its matrices. Each compiles many programs; "--extras" without names
+    # leaves out all three.
     extras: tuple[Extra, ...] = EXTRAS
     output: Path | None = None  # run folder; default runs/efficiency-HASH, by machine and workload
 

@@ -41,11 +41,11 @@ def _write(app):
             if not has_text(module, name):
                 _LOG.warning("%s has no docstring", page, location=f"api/{page}")
     for path in folder.glob("*.rst"):
-        if path.stem not in pages:  # of a name that is gone
+        if path.stem not in pages:  # the page of a removed name
             path.unlink()
     for page, text in pages.items():
         path = folder / f"{page}.rst"
-        if not path.exists() or path.read_text() != text:  # Sphinx reads changed pages alone
+        if not path.exists() or path.read_text() != text:  # Sphinx rereads only changed pages
             path.write_text(text)
 
 

@@ -23,7 +23,7 @@ _DECAY = f"jax.nn.log_sigmoid({_normal(2, 'B, T, N')})"
 _DECAYS = f"jax.nn.log_sigmoid({_normal(2, 'B, T, N, H')})"
 
 # Code of arguments by name, where the query, the key and the value are not all that a call needs.
-# Names that are no argument of the function are steps on the way to one.
+# Names that are not arguments of the function are intermediate variables.
 _ARGUMENTS: dict[str, dict[str, str]] = {
     "additive": {
         "query_kernel": f"{_normal(1, 'N, H, 32')} / H**0.5",

@@ -249,7 +249,7 @@ def _check_random_blocks(given: Any, length: int, block_size: int, key_heads: in
 
 
 def seed_of_layer(layer: int) -> dict[str, int]:
-    """Option of a layer of a model: its heads, whose seeds follow, draw blocks of their own."""
+    """Seed of a layer, so far from the next that the heads of all layers draw different blocks."""
     return {"seed": 1000 * layer}
 
 

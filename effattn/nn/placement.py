@@ -33,7 +33,8 @@ def axes(*names: str | None) -> dict[str, Any]:
 def placed(build: Callable[[], Module], mesh: Mesh, rules: Mapping[str, str] = RULES) -> Module:
     """Builds a model whose variables are made on the devices where they live.
 
-    No device ever holds more than its part, so the model may be larger than the memory of a device.
+    A variable that is divided is never whole on one device, so the model may be larger than the
+    memory of a device.
     The variables are those of `build()`. Use the model where the mesh is set:
 
         mesh = parallel.make_mesh(fsdp=2, tensor=4)

@@ -138,19 +138,19 @@ class SelfAttention(Attention, CausalMixer):
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """The outputs of a call at some tokens, without the cost of attention from the others.
+        """Outputs of chosen tokens, without the cost of attention from the other tokens.
 
         Keys and values are those of all tokens; there is no dropout.
 
         Args:
           x: `(B, T, D)`.
-          where: `(B, C)` int32, indices of different tokens, in any order; of the whole sequence
-            where devices hold it in parts.
+          where: `(B, C)` int32, indices of different tokens, in any order; if devices divide the
+            sequence, indices into the whole sequence.
           lengths: as in a call.
           segment_ids: as in a call.
 
         Returns:
-          `(B, T, D)`, the outputs in their places; the rest does not matter.
+          `(B, T, D)`, the outputs in their places; the other rows are undefined.
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         keywords = dict(without_naive(keywords))

@@ -79,7 +79,7 @@ _MISCOMPILED = 12080, 12090  # first and last CUDA version whose ptxas miscompil
 _MOST_AT_ONCE = 128  # largest number of output features of one product in the forward
 _MOST_KEPT = 256  # largest number of features of all accumulators of a warpgroup
 _MOST_BLOCKS = 2**16 - 1  # CUDA limit on the sizes of two axes of a grid
-# Tensor cores leave no gather from registers: every logit is compared with each entry of a table.
+# The kernel cannot gather from registers, so it compares every logit with each entry of a table.
 _MOST_COMPARED = 16
 _LOG2E = math.log2(math.e)
 
