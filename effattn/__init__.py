@@ -32,6 +32,9 @@ from effattn.functional.rwkv6 import rwkv6_attention  # isort: skip
 from effattn.functional.mamba import selective_scan  # isort: skip
 from effattn.functional.delta_net import delta_rule_attention  # isort: skip
 import effattn.functional.gated_delta_net  # isort: skip
+from effattn.functional.delta_product import delta_product_attention  # isort: skip
+import effattn.functional.kimi_delta  # isort: skip
+from effattn.functional.gated_delta_net_2 import gated_delta_rule_2_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -103,10 +106,12 @@ __all__ = [
     "combine",
     "cosformer_attention",
     "decode",
+    "delta_product_attention",
     "delta_rule_attention",
     "dot_product_attention",
     "factorized_synthesizer_attention",
     "fourier_mixing",
+    "gated_delta_rule_2_attention",
     "gated_linear_attention",
     "hedgehog_attention",
     "hierarchical_attention",

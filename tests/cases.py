@@ -79,10 +79,45 @@ def strengths_and_decays(rng, sizes):
     return {**strengths(rng, sizes), "log_decay": -rng.uniform(0, 1, size=tokens(sizes))}
 
 
+def strengths_and_decays_of_features(rng, sizes):
+    return {**strengths(rng, sizes), "log_decay": -rng.uniform(0, 1, tokens(sizes, sizes.size))}
+
+
+def strengths_and_decays_of_steps(rng, sizes):
+    given = strengths_and_decays(rng, sizes)
+    return {
+        **given,
+        "beta": np.stack([given["beta"], rng.uniform(0, 1, tokens(sizes)) / sizes.size], -1),
+        "later_keys": rng.normal(size=tokens(sizes, 1, sizes.size)),
+        "later_values": rng.normal(size=tokens(sizes, 1, sizes.value_size)),
+    }
+
+
+def erased_and_written(rng, sizes):
+    return {
+        "log_decay": -rng.uniform(0, 1, tokens(sizes, sizes.size)),
+        "erase": rng.uniform(0, 1, tokens(sizes, sizes.size)) / sizes.size,
+        "write": rng.uniform(0, 1, tokens(sizes, sizes.value_size)),
+    }
+
+
 def bounded_strengths(arrays):
     """The arrays, with strengths that keep the state bounded for any keys: beta |k|^2 <= 1."""
     beta = arrays["beta"] / jnp.maximum(1, (arrays["key"] ** 2).sum(-1))
     return {**arrays, "beta": beta.astype(arrays["beta"].dtype)}
+
+
+def bounded_steps(arrays):
+    """The arrays, with strengths that keep the state bounded in every step."""
+    keys = jnp.concatenate([arrays["key"][..., None, :], arrays["later_keys"]], -2)
+    beta = arrays["beta"] / jnp.maximum(1, (keys**2).sum(-1))
+    return {**arrays, "beta": beta.astype(arrays["beta"].dtype)}
+
+
+def bounded_erasing(arrays):
+    """The arrays, with erase gates that keep the state bounded for any keys."""
+    erase = arrays["erase"] / jnp.maximum(1, (arrays["key"] ** 2).sum(-1, keepdims=True))
+    return {**arrays, "erase": erase.astype(arrays["erase"].dtype)}
 
 
 def removals(rng, sizes):
@@ -195,6 +230,21 @@ FUNCTIONS = {
         arguments=strengths_and_decays,
         decays=frozenset({"log_decay"}),
         bounded=bounded_strengths,
+    ),
+    "delta_product": Recurrent(
+        arguments=strengths_and_decays_of_steps,
+        decays=frozenset({"log_decay"}),
+        bounded=bounded_steps,
+    ),
+    "kimi_delta": Recurrent(
+        arguments=strengths_and_decays_of_features,
+        decays=frozenset({"log_decay"}),
+        bounded=bounded_strengths,
+    ),
+    "gated_delta_net_2": Recurrent(
+        arguments=erased_and_written,
+        decays=frozenset({"log_decay"}),
+        bounded=bounded_erasing,
     ),
     "rwkv7": Recurrent(arguments=removals, decays=frozenset({"log_decay"})),
     "linformer": Tiled(variants={"": projections((7,), 17), "by head": projections((2, 6), 19)}),

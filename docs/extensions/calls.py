@@ -48,6 +48,20 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "delta_net": {"key": _UNIT_KEY, "beta": _STRENGTH},
     "gated_delta_net": {"key": _UNIT_KEY, "beta": _STRENGTH, "log_decay": _DECAY},
+    "delta_product": {
+        "key": _UNIT_KEY,
+        "beta": f"2 * jax.nn.sigmoid({_normal(1, 'B, T, N, 2')})",
+        "log_decay": _DECAY,
+        "later_keys": "key[:, :, :, None, ::-1]",
+        "later_values": "value[:, :, :, None]",
+    },
+    "kimi_delta": {"key": _UNIT_KEY, "beta": _STRENGTH, "log_decay": _DECAYS},
+    "gated_delta_net_2": {
+        "key": _UNIT_KEY,
+        "log_decay": _DECAYS,
+        "erase": f"jax.nn.sigmoid({_normal(3, 'B, T, N, H')})",
+        "write": f"jax.nn.sigmoid({_normal(4, 'B, T, N, H')})",
+    },
     "rwkv7": {
         "log_decay": _DECAYS,
         "removal_key": _UNIT_KEY,

@@ -17,7 +17,9 @@ from effattn.nn.convolution import DilatedConvolution
 from effattn.nn.convolution_attention import ConvolutionAttention
 from effattn.nn.convolutional_classifier import ConvolutionalClassifier
 from effattn.nn.cross_attention import CrossAttention
-from effattn.nn.delta_net import DeltaNet, DeltaNetState
+from effattn.nn.delta_net import DeltaNet
+from effattn.nn.delta_product import GatedDeltaProduct
+from effattn.nn.delta_rule import DeltaRuleState
 from effattn.nn.encoder_decoder import (
     EncoderDecoder,
     EncoderDecoderConfig,
@@ -27,12 +29,14 @@ from effattn.nn.experts import Experts, MixtureOfExperts, RoutingStats, expert_s
 from effattn.nn.feed_forward import ChunkedFeedForward, FeedForward, SwiGLU
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_delta_net import GatedDeltaNet
+from effattn.nn.gated_delta_net_2 import GatedDeltaNet2
 from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.gmlp import GatedMLP
 from effattn.nn.gru import GRU
 from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
+from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
@@ -81,7 +85,7 @@ __all__ = [
     "ConvolutionalClassifier",
     "CrossAttention",
     "DeltaNet",
-    "DeltaNetState",
+    "DeltaRuleState",
     "DilatedConvolution",
     "EncoderDecoder",
     "EncoderDecoderConfig",
@@ -91,6 +95,8 @@ __all__ = [
     "FeedForward",
     "GRU",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedMLP",
     "HedgehogSelfAttention",
@@ -98,6 +104,7 @@ __all__ = [
     "HybridState",
     "Hyena",
     "HyenaState",
+    "KimiDeltaAttention",
     "LSHSelfAttention",
     "LSTM",
     "LinformerSelfAttention",

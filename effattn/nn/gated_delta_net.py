@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from effattn.arrays.axes import lead
 from effattn.nn import initializers
-from effattn.nn.delta_net import DeltaNet, wide
+from effattn.nn.delta_net import DeltaNet
+from effattn.nn.delta_rule import wide
 from effattn.nn.gated_output import GatedOutput
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers

@@ -226,9 +226,13 @@ class SelfAttention(Attention, CausalMixer):
         return self.num_kv_heads, self.head_dim, self.value_dim
 
     def _empty(self, batch, max_length, dtype):
-        token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
-        of_token = jax.eval_shape(self._per_token, token)
+        of_token = self._arguments_of_token(batch, dtype)
         return self._decoder().init(batch, max_length, *self._cached_sizes(), dtype, **of_token)
+
+    def _arguments_of_token(self, batch: int, dtype: Any) -> dict[str, Any]:
+        """Shapes and dtypes of the further arguments of the attention function, for one token."""
+        token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
+        return dict(jax.eval_shape(self._per_token, token))
 
     def _extend(self, x, state, lengths):
         heads = self._heads(x, self._positions(x, state))

@@ -81,6 +81,9 @@ GATED = (
     "mamba2",
     "delta_net",
     "gated_delta_net",
+    "delta_product",
+    "kimi_delta",
+    "gated_delta_net_2",
     "rwkv6",
     "rwkv7",
 )

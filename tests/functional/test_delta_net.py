@@ -121,7 +121,7 @@ def test_strengths_up_to_2_keep_the_state_bounded():
     [
         ({"beta": np.ones((2, 8))}, r"beta must be floating point of shape \(2, 8, 2\)"),
         ({"beta": np.ones((2, 8, 2), int)}, "beta must be floating point"),
-        ({"log_decay": np.zeros((2, 8, 2, 4))}, r"log_decay must be .* shape \(2, 8, 2\)"),
+        ({"log_decay": np.zeros((2, 8, 2, 5))}, r"log_decay must be .* shape \(2, 8, 2, 4\)"),
         ({"log_decay": np.ones((2, 8, 2))}, "must be 0 or less, the logarithm of a decay"),
         ({"initial_state": np.zeros((2, 2, 4, 4))}, r"initial_state must .*\(2, 2, 4, 3\)"),
         ({"scale": np.ones(2)}, "scale must be a number or an array of shape"),

@@ -4,11 +4,14 @@ import functools
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from effattn import (
+    delta_product_attention,
     delta_rule_attention,
+    gated_delta_rule_2_attention,
     gated_linear_attention,
     linear_attention,
     retention,
@@ -38,6 +41,18 @@ def state_space(query, key, value, log_decay, **given):
     )
 
 
+def kimi_delta(log_decay_feature, **given):
+    return delta_rule_attention(log_decay=log_decay_feature, **given)
+
+
+def gated_delta_2(log_decay_feature, **given):
+    return gated_delta_rule_2_attention(log_decay=log_decay_feature, **given)
+
+
+def delta_product(beta, later_beta, **given):
+    return delta_product_attention(beta=jnp.concatenate([beta[..., None], later_beta], -1), **given)
+
+
 def rwkv(function, log_decay_feature, **given):
     return function(log_decay=log_decay_feature, **given)
 
@@ -50,6 +65,9 @@ CASES = [
     slow("gated_linear", gated_by_feature),
     ("delta", delta_rule_attention),
     slow("gated_delta", delta_rule_attention),
+    ("kimi_delta", kimi_delta),
+    ("gated_delta_2", gated_delta_2),
+    ("delta_product", delta_product),
     slow("rwkv6", functools.partial(rwkv, rwkv6_attention)),
     slow("rwkv7", functools.partial(rwkv, rwkv7_attention)),
 ]

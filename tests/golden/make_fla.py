@@ -18,6 +18,11 @@ scores are scaled by H**-0.5. `fla.npz` holds, with B = 2, T = 11, N = 3 heads, 
     bonus           (N, H)
     removal_key     (B, T, N, H), of length 1
     learning_rate   (B, T, N, H), in (0, 1)
+    erase           (B, T, N, H), in (0, 1)
+    write           (B, T, N, Hv), in (0, 1)
+    later_keys      (B, T, N, 1, H), of length 1
+    later_values    (B, T, N, 1, Hv)
+    later_beta      (B, T, N, 1), in (0, 1)
 
 and the cases
 
@@ -30,6 +35,9 @@ and the cases
     rwkv6           decays `log_decay_feature` and `bonus`, without a scale
     rwkv7           decays `log_decay_feature`, `removal_key` and `learning_rate`; the form with a
                     diagonal plus a matrix of rank one, whose scale is taken out
+    kimi_delta      `beta` and decays `log_decay_feature`
+    gated_delta_2   decays `log_decay_feature`, `erase` and `write`
+    delta_product   two steps a token, `log_decay`
 
 Each case has the results "<case>/output" and "<case>/state" (after the last token), and the
 gradients of sum(output * cotangent) as "<case>/d_<input>" for the inputs that the case takes.
@@ -74,6 +82,11 @@ def draw() -> dict[str, torch.Tensor]:
         "bonus": torch.randn(HEADS, SIZE),
         "removal_key": torch.nn.functional.normalize(torch.randn(*tokens, SIZE), dim=-1),
         "learning_rate": torch.rand(*tokens, SIZE),
+        "erase": torch.rand(*tokens, SIZE),
+        "write": torch.rand(*tokens, VALUE_SIZE),
+        "later_keys": torch.nn.functional.normalize(torch.randn(*tokens, 1, SIZE), dim=-1),
+        "later_values": torch.randn(*tokens, 1, VALUE_SIZE),
+        "later_beta": torch.rand(*tokens, 1),
     }
 
 
@@ -152,7 +165,64 @@ def rwkv7(query, key, value, log_decay_feature, removal_key, learning_rate, init
     return output.transpose(1, 2), state
 
 
-CASES = linear, retention, token_decay, gated_linear, delta, gated_delta, rwkv6, rwkv7
+def kimi_delta(query, key, value, beta, log_decay_feature, initial_state):
+    return naive("kda").naive_recurrent_kda(
+        query,
+        key,
+        value,
+        log_decay_feature,
+        beta,
+        initial_state=initial_state,
+        output_final_state=True,
+    )
+
+
+def gated_delta_2(query, key, value, log_decay_feature, erase, write, initial_state):
+    return naive("gdn2").naive_recurrent_gdn2(
+        query,
+        key,
+        value,
+        log_decay_feature,
+        erase,
+        write,
+        initial_state=initial_state,
+        output_final_state=True,
+    )
+
+
+def delta_product(
+    query, key, value, later_keys, later_values, beta, later_beta, log_decay, initial_state
+):
+    def in_order(first, later):
+        steps = torch.cat([first[:, :, None], later.movedim(3, 2)], 2)
+        return steps.flatten(1, 2)
+
+    return naive("gated_delta_product").naive_recurrent_gated_delta_product(
+        query,
+        in_order(key, later_keys),
+        in_order(value, later_values),
+        log_decay,
+        in_order(beta, later_beta),
+        scale=SIZE**-0.5,
+        initial_state=initial_state,
+        output_final_state=True,
+        num_householder=2,
+    )
+
+
+CASES = (
+    linear,
+    retention,
+    token_decay,
+    gated_linear,
+    delta,
+    gated_delta,
+    rwkv6,
+    rwkv7,
+    kimi_delta,
+    gated_delta_2,
+    delta_product,
+)
 
 
 def make() -> dict[str, np.ndarray]:

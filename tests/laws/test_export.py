@@ -24,6 +24,7 @@ REFUSED = "needs a length that is known when it is traced"
 OPEN = {
     *("softmax", "additive", "sigmoid", "squared_relu", "sliding_window", "longformer"),
     *("linear", "retention", "gated_linear", "mamba2", "rwkv6", "delta_net", "gated_delta_net"),
+    *("delta_product", "kimi_delta", "gated_delta_net_2"),
     *("rwkv7", "random_features", "based", "hedgehog"),
     *("lstm", "gru", "convolution", "mixture_of_mechanisms", "convolution_attention"),
 }

@@ -1,4 +1,4 @@
-"""DeltaNet and GatedDeltaNet: the papers' layers, at once, in pieces, packed and padded."""
+"""Mixers with a delta rule: the papers' layers, at once, in pieces, packed and padded."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,10 @@ from effattn import registry
 from effattn.nn import (
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
     HybridHeads,
+    KimiDeltaAttention,
     RotaryEmbedding,
     TransformerConfig,
     TransformerLM,
@@ -69,13 +72,24 @@ def silu(x):
 
 
 def by_hand(mixer, x):
-    """The formulas of the docstrings in float64, token by token, for one row `(T, D)`."""
+    """The formulas of the docstrings in float64, token by token, for one row `(T, D)`.
+
+    A write is `(key, erased, strength of each value feature, value)`: it removes what is stored
+    under the key, read by `erased`, and adds the value times its strength.
+    """
 
     def of(variable):
         return np.asarray(variable[...], np.float64)
 
+    def projected(layer, x=x):
+        if isinstance(layer, nnx.Sequential):
+            return projected(layer.layers[1], projected(layer.layers[0]))
+        kernel = of(layer.kernel)
+        y = np.tensordot(x, kernel, 1)
+        return y if layer.bias is None else y + of(layer.bias)
+
     def convolved(projection, convolution):
-        inputs = np.einsum("td,dnh->tnh", x, of(projection.kernel))
+        inputs = projected(projection)
         taps = of(convolution.taps).reshape(-1, *inputs.shape[1:])
         padded = np.concatenate([np.zeros_like(inputs[: len(taps) - 1]), inputs])
         windows = [padded[t : t + len(taps)] for t in range(len(x))]
@@ -84,27 +98,44 @@ def by_hand(mixer, x):
     q = convolved(mixer.query, mixer.query_convolution)
     k = convolved(mixer.key, mixer.key_convolution)
     v = convolved(mixer.value, mixer.value_convolution)
-    q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
-    beta = mixer.max_strength * sigmoid(x @ of(mixer.strength.kernel))
-    gate, alpha = 1, np.ones_like(beta)
-    if isinstance(mixer, GatedDeltaNet):
-        gate = silu(np.einsum("td,dnh->tnh", x, of(mixer.gate.kernel)))
-        step = np.log1p(np.exp(x @ of(mixer.step_size.kernel) + of(mixer.step_bias)))
-        alpha = np.exp(-np.exp(of(mixer.log_rate)) * step)
+
+    def unit(a):
+        return a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6)
+
+    q, k, writes = unit(q), unit(k), []
+    if isinstance(mixer, GatedDeltaNet2):
+        erase = mixer.max_erase * sigmoid(projected(mixer.erase))
+        writes.append((k, erase * k, sigmoid(projected(mixer.write)), v))
+    else:
+        beta = mixer.max_strength * sigmoid(projected(mixer.strength)).reshape(*k.shape[:2], -1)
+        writes.append((k, beta[..., :1] * k, beta[..., :1], v))
+    if isinstance(mixer, GatedDeltaProduct):
+        later = unit(convolved(mixer.later_key, mixer.later_key_convolution))
+        values = convolved(mixer.later_value, mixer.later_value_convolution)
+        writes.append((later, beta[..., 1:] * later, beta[..., 1:], values))
+    gate, alpha = 1, np.ones_like(k[..., :1])
+    if hasattr(mixer, "log_rate"):
+        act = silu if isinstance(mixer, GatedDeltaNet) else sigmoid
+        gate, step = act(projected(mixer.gate)), getattr(mixer, "step_size", None)
+        steps = np.log1p(np.exp(projected(step or mixer.decay) + of(mixer.step_bias)))
+        steps = steps.reshape(*k.shape[:2], -1)  # one a head, or one a feature
+        alpha = np.exp(-np.exp(of(mixer.log_rate))[:, None] * steps)
     out = np.zeros((*q.shape[:2], v.shape[-1]))
     for head in range(q.shape[1]):
         of_head = head // (q.shape[1] // k.shape[1])
         state = np.zeros((k.shape[-1], v.shape[-1]))
         for t in range(len(x)):
-            key, strength = k[t, of_head], beta[t, of_head]
-            kept = np.eye(len(key)) - strength * np.outer(key, key)
-            state = alpha[t, of_head] * kept @ state + strength * np.outer(key, v[t, of_head])
+            state = alpha[t, of_head][:, None] * state
+            for key, erased, strength, value in ([a[t, of_head] for a in w] for w in writes):
+                state = state + np.outer(key, strength * value - erased @ state)
             out[t, head] = state.T @ q[t, head] / len(key) ** 0.5
     out /= np.sqrt((out**2).mean(-1, keepdims=True) + 1e-5)
     return np.einsum("tnh,nhd->td", gate * out * of(mixer.norm.scale), of(mixer.out.kernel))
 
 
-@pytest.mark.parametrize("layer", [slow(DeltaNet), GatedDeltaNet])
+@pytest.mark.parametrize(
+    "layer", [slow(DeltaNet), GatedDeltaNet, KimiDeltaAttention, GatedDeltaNet2, GatedDeltaProduct]
+)
 def test_it_is_the_layer_of_its_paper(mixer):
     y = call(mixer, X, np.full(2, LENGTH), ONE_DOCUMENT)
     for row in range(2):
@@ -242,6 +273,15 @@ def test_heads_of_a_hybrid_have_it_by_name(name):
     close(y, call(hybrid, X))
 
 
+def test_wrong_arguments_of_layers_with_more_gates_are_named():
+    with pytest.raises(ValueError, match="GatedDeltaNet2 has no option erase; it computes"):
+        make(GatedDeltaNet2, erase=jnp.ones(2))
+    with pytest.raises(ValueError, match="gate_rank must be an int, 1 or more features, or None"):
+        make(KimiDeltaAttention, gate_rank=0)
+    with pytest.raises(ValueError, match="num_steps must be an int, 2 or more steps"):
+        make(GatedDeltaProduct, num_steps=1)
+
+
 def test_wrong_arguments_are_named(layer, mixer):
     for name in ("beta", "log_decay"):
         with pytest.raises(ValueError, match=f"{layer.__name__} has no option {name}; it computes"):
@@ -250,7 +290,7 @@ def test_wrong_arguments_are_named(layer, mixer):
         make(layer, convolution_width=0)
     with pytest.raises(ValueError, match=r"in_features \(\d+\) must be a multiple of num_heads"):
         layer(FEATURES, 5, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="state must be the DeltaNetState"):
+    with pytest.raises(ValueError, match="state must be the DeltaRuleState"):
         mixer.extend(X, X)
     with pytest.raises(ValueError, match="step takes one token"):
         mixer.step(X, jax.eval_shape(lambda: mixer.init_state(2, 1)))

@@ -28,7 +28,12 @@ MAPPED = 2
 # Comparisons of numbers decide which keys a query sees, and rounding to 16 bits changes these.
 COMPARES = frozenset({"routing"})
 # Mechanisms whose naive form steps through the tokens.
-STATES = frozenset({"mamba", "delta_net", "gated_delta_net", "rwkv7"})
+STATES = frozenset(
+    {
+        *("mamba", "delta_net", "gated_delta_net", "delta_product", "kimi_delta"),
+        *("gated_delta_net_2", "rwkv7"),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
