@@ -142,6 +142,12 @@ FUNCTIONS = {
     ),
     "sigmoid": Tiled(variants={"": {"logit_bias": -2.0}}, normalized=False),
     "squared_relu": Tiled(variants={"": {"divisor": 7.0}}, normalized=False),
+    "forgetting": Tiled(
+        arguments=lambda rng, sizes: {
+            "log_forget": -rng.uniform(0, 1, (*sizes.batch, sizes.keys, sizes.heads))
+        },
+        decays=frozenset({"log_forget"}),
+    ),
     "sliding_window": Tiled(variants={"": {"local_window_size": (3, 2)}}),
     "dilated": Tiled(variants={"": {"local_window_size": (2, 1), "dilation": 3}}),
     "longformer": Tiled(

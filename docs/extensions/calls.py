@@ -30,6 +30,7 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "key_kernel": f"{_normal(2, 'N, H, 32')} / H**0.5",
         "score": _normal(3, "N, 32"),
     },
+    "forgetting": {"log_forget": _DECAY},
     "dilated": {"dilation": "2"},
     "longformer": {
         "global_mask": "jnp.zeros((B, T), bool).at[:, :16].set(True)",

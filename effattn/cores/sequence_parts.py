@@ -56,6 +56,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "BlockLinformerSelfAttention",
                 "ConvolutionAttention",
                 "DeltaNet",
+                "ForgettingAttention",
                 "GatedDeltaNet",
                 "GatedDeltaNet2",
                 "GatedDeltaProduct",

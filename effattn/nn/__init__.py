@@ -28,6 +28,7 @@ from effattn.nn.encoder_decoder import (
 from effattn.nn.experts import Experts, MixtureOfExperts, RoutingStats, expert_specs
 from effattn.nn.feed_forward import ChunkedFeedForward, FeedForward, SwiGLU
 from effattn.nn.fnet import FNet
+from effattn.nn.forgetting import ForgettingAttention
 from effattn.nn.gated_delta_net import GatedDeltaNet
 from effattn.nn.gated_delta_net_2 import GatedDeltaNet2
 from effattn.nn.gated_linear import GatedLinearAttention
@@ -93,6 +94,7 @@ __all__ = [
     "Experts",
     "FNet",
     "FeedForward",
+    "ForgettingAttention",
     "GRU",
     "GatedDeltaNet",
     "GatedDeltaNet2",

@@ -90,12 +90,12 @@ def here(tmp_path, monkeypatch):
     (package / "broken.py").write_text("import no_such_package\n")
     (package / "ends.py").write_text("raise SystemExit(3)\n")
     (package / "faulty.py").write_text(FAULTY)
-    (tmp_path / "forgetting.py").write_text(example())
+    (tmp_path / "fading.py").write_text(example())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "_MECHANISMS", dict(registry._MECHANISMS))
     yield tmp_path
-    of_user = ("their_mechanisms", "forgetting")
+    of_user = ("their_mechanisms", "fading")
     for module in [name for name in sys.modules if name.startswith(of_user)]:
         del sys.modules[module]
 
@@ -118,10 +118,10 @@ def test_a_mechanism_of_ones_own_module_is_trained(here, folder_of_text, capsys,
 
 @pytest.mark.slow
 def test_the_example_of_the_guide_is_trained(here, folder_of_text, capsys):
-    options = "--import forgetting --context 16 --eval-windows 4 --optimiser adamw --corpus texts"
-    command = [*TINY, *options.split(), "--output", "run", "--mechanisms", "softmax", "forgetting"]
+    options = "--import fading --context 16 --eval-windows 4 --optimiser adamw --corpus texts"
+    command = [*TINY, *options.split(), "--output", "run", "--mechanisms", "softmax", "fading"]
     assert lm.main(command) == 0, capsys.readouterr().err
-    assert "| forgetting " in capsys.readouterr().out
+    assert "| fading " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ and the cases
     kimi_delta      `beta` and decays `log_decay_feature`
     gated_delta_2   decays `log_decay_feature`, `erase` and `write`
     delta_product   two steps a token, `log_decay`
+    forgetting      softmax attention whose log forget gates are `log_decay`; without a state
 
 Each case has the results "<case>/output" and "<case>/state" (after the last token), and the
 gradients of sum(output * cotangent) as "<case>/d_<input>" for the inputs that the case takes.
@@ -210,6 +211,10 @@ def delta_product(
     )
 
 
+def forgetting(query, key, value, log_decay):
+    return naive("forgetting_attn").naive_forgetting_attn(query, key, value, log_decay), None
+
+
 CASES = (
     linear,
     retention,
@@ -222,6 +227,7 @@ CASES = (
     kimi_delta,
     gated_delta_2,
     delta_product,
+    forgetting,
 )
 
 
@@ -235,7 +241,8 @@ def make() -> dict[str, np.ndarray]:
         gradients = torch.autograd.grad((output * inputs["cotangent"]).sum(), [*given.values()])
         results = {f"d_{name}": x.numpy() for name, x in zip(names, gradients, strict=True)}
         results["output"] = output.detach().numpy()
-        results["state"] = state.detach().numpy()
+        if state is not None:
+            results["state"] = state.detach().numpy()
         arrays.update({f"{case.__name__}/{name}": x for name, x in results.items()})
     return arrays
 

@@ -63,6 +63,7 @@ HEADS = {
     "gated_linear": {},
     "linear": {},
     "additive": {},
+    "forgetting": {},
     "based": {},
     "hedgehog": {},
     "performer": {},

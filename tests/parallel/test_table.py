@@ -68,6 +68,7 @@ OPTIONS = {
     "routing": {"cluster_size": 8},
 }
 ARRAYS = {
+    "forgetting": {"log_forget": -jnp.abs(numbers(BATCH, TOKENS, HEADS))},
     "additive": {
         "query_kernel": numbers(HEADS, SIZE, 3),
         "key_kernel": numbers(HEADS, SIZE, 3),
@@ -103,7 +104,7 @@ def inputs_of(name):
 
 
 def attended(name, call=None, **options):
-    """Output and gradients of the inputs and of the arrays by head."""
+    """Output and gradients of the inputs and of the other arrays."""
     function = registry.get(name).function
     function = functools.partial(function, **OPTIONS.get(name, {}), **options)
     inputs, arrays = INPUTS[name], ARRAYS.get(name, {})
@@ -121,11 +122,13 @@ def attended(name, call=None, **options):
     if call is None:
         return jax.jit(run)(*operands)
     mesh = parallel.make_mesh(sequence=DEVICES, devices=jax.devices()[:DEVICES])
+    per_token = registry.get(name).naive.per_token
+    specs = {n: OF_TOKENS if n in per_token else OF_HEADS for n in given}
     sharded = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(OF_TOKENS, OF_HEADS, OF_TOKENS),
-        out_specs=(OF_TOKENS, (OF_TOKENS, OF_HEADS)),
+        in_specs=(OF_TOKENS, specs, OF_TOKENS),
+        out_specs=(OF_TOKENS, (OF_TOKENS, specs)),
     )
     return jax.jit(sharded)(*operands)
 

@@ -26,35 +26,35 @@ def example():
 
 
 @pytest.fixture
-def forgetting(tmp_path, monkeypatch):
+def fading(tmp_path, monkeypatch):
     """The example as a module in the current directory, registered for one test."""
     monkeypatch.setattr(registry, "_MECHANISMS", dict(registry._MECHANISMS))
-    (tmp_path / "forgetting.py").write_text(example())
+    (tmp_path / "fading.py").write_text(example())
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("forgetting")
-    del sys.modules["forgetting"]
+    yield importlib.import_module("fading")
+    del sys.modules["fading"]
 
 
-def test_the_example_is_short(forgetting):
+def test_the_example_is_short(fading):
     lines = [line for line in example().splitlines() if line.strip()]
     assert len(lines) < 60
 
 
-def test_all_laws_hold_for_the_example(forgetting):
-    testing.check("forgetting", forgetting.case)
+def test_all_laws_hold_for_the_example(fading):
+    testing.check("fading", fading.case)
 
 
-def test_parametrize_gives_one_test_a_law(forgetting):
-    (mark,) = forgetting.test_forgetting.pytestmark
+def test_parametrize_gives_one_test_a_law(fading):
+    (mark,) = fading.test_fading.pytestmark
     labels = [parameter.id for parameter in mark.args[1]]
-    assert "agrees_with_the_naive_form-forgetting" in labels
-    assert "nothing_reaches_back-forgetting" in labels
+    assert "agrees_with_the_naive_form-fading" in labels
+    assert "nothing_reaches_back-fading" in labels
     assert len(labels) == len(set(labels)) > 8
 
 
-def broken(forgetting, monkeypatch, change):
+def broken(fading, monkeypatch, change):
     """The example with another function of the fast form."""
-    entry = registry.get("forgetting")
+    entry = registry.get("fading")
     fast = entry.function
 
     def function(*args, **kwargs):
@@ -62,7 +62,7 @@ def broken(forgetting, monkeypatch, change):
 
     function.__signature__ = fast.__signature__
     other = dataclasses.replace(entry, function=function)
-    monkeypatch.setitem(registry._MECHANISMS, "forgetting", other)
+    monkeypatch.setitem(registry._MECHANISMS, "fading", other)
 
 
 def with_next_value(fast, query, key, value, **kwargs):
@@ -85,20 +85,18 @@ def without_initial_state(fast, query, key, value, **kwargs):
 @pytest.mark.parametrize(
     "change", [with_next_value, without_lengths, without_packing, without_initial_state]
 )
-def test_a_broken_mechanism_breaks_a_law(forgetting, monkeypatch, change):
-    broken(forgetting, monkeypatch, change)
+def test_a_broken_mechanism_breaks_a_law(fading, monkeypatch, change):
+    broken(fading, monkeypatch, change)
     with pytest.raises(AssertionError) as raised:
-        testing.check("forgetting", forgetting.case)
+        testing.check("fading", fading.case)
     assert any(note.startswith("law ") for note in raised.value.__notes__)
 
 
-def test_a_mechanism_without_a_naive_form_is_refused(forgetting, monkeypatch):
-    entry = dataclasses.replace(
-        registry.get("forgetting"), function=lambda query, key, value: value
-    )
+def test_a_mechanism_without_a_naive_form_is_refused(fading, monkeypatch):
+    entry = dataclasses.replace(registry.get("fading"), function=lambda query, key, value: value)
     object.__setattr__(entry, "naive", None)
-    monkeypatch.setitem(registry._MECHANISMS, "forgetting", entry)
-    with pytest.raises(ValueError, match="'forgetting' has no naive form to compare with"):
-        testing.check("forgetting")
+    monkeypatch.setitem(registry._MECHANISMS, "fading", entry)
+    with pytest.raises(ValueError, match="'fading' has no naive form to compare with"):
+        testing.check("fading")
     with pytest.raises(ValueError, match="unknown mechanism 'nothing'"):
         testing.check("nothing", Case())
