@@ -85,32 +85,32 @@ def delta_product_attention(
     later = (*of_key[:-1], steps - 1)
     later_keys = checks.shaped("later_keys", later_keys, (*later, of_key[-1]))
     later_values = checks.shaped("later_values", later_values, (*later, of_value[-1]))
+    axis = len(given.batch) + 1
+
+    def in_order(*steps_of_tokens):
+        """The steps `(*B, T, heads, ...)` of all tokens in one row, `(*B, T M, heads, ...)`."""
+        x = jnp.stack(steps_of_tokens, axis)
+        return x.reshape(*x.shape[: axis - 1], x.shape[axis - 1] * steps, *x.shape[axis + 1 :])
+
+    def each(x, at):
+        """The array of each step, from an array with the steps along axis `at`."""
+        return [jax.lax.index_in_dim(x, m, at, keepdims=False) for m in range(x.shape[at])]
+
     if log_decay is not None:
         # The state decays in the first step of a token.
         log_decay = recurrence.check_log_decay(log_decay, of_key[:-1])
-        log_decay = jnp.stack([log_decay, *[jnp.zeros_like(log_decay)] * (steps - 1)], -1)
+        log_decay = in_order(log_decay, *[jnp.zeros_like(log_decay)] * (steps - 1))
     # The last step of a token has its query, and the outputs of the other steps are dropped.
-    query = jnp.stack([*[jnp.zeros_like(given.query)] * (steps - 1), given.query], -2)
-    key = jnp.concatenate([given.key[..., None, :], later_keys], -2)
-    value = jnp.concatenate([given.value[..., None, :], later_values], -2)
-
-    def in_order(x):
-        """The steps of all tokens in a row: from `(*B, T, K, M, ...)` to `(*B, T M, K, ...)`."""
-        if x is None:
-            return None
-        axis = len(given.batch)
-        x = jnp.moveaxis(x, axis + 2, axis + 1)
-        return x.reshape(*x.shape[:axis], x.shape[axis] * steps, *x.shape[axis + 2 :])
-
-    given_steps = recurrence.check(
-        in_order(query), in_order(key), in_order(value), **_of_steps(options, steps)
-    )
+    query = in_order(*[jnp.zeros_like(given.query)] * (steps - 1), given.query)
+    key = in_order(given.key, *each(later_keys, axis + 1))
+    value = in_order(given.value, *each(later_values, axis + 1))
+    given_steps = recurrence.check(query, key, value, **_of_steps(options, steps))
     out, state = recurrence.run(
         "delta_product_attention",
         terms,
         given_steps,
-        given_steps.query,
-        (given_steps.key, given_steps.value, in_order(beta), in_order(log_decay)),
+        query,
+        (key, value, in_order(*each(beta, axis + 1)), log_decay),
         recurrence.check_scale(scale, given.query),
     )
     return recurrence.results(out[..., steps - 1 :: steps, :, :], state, given)
