@@ -232,7 +232,9 @@ class Mechanism:
 
 
 # Model options of parts that some mixers do not have.
-_OF_PARTS = frozenset({"rotary", "qk_norm", "kernel_init", "out_kernel_init", "param_dtype"})
+_OF_PARTS = frozenset(
+    {"rotary", "qk_norm", "use_bias", "kernel_init", "out_kernel_init", "param_dtype"}
+)
 
 _MECHANISMS: dict[str, Mechanism] = {}
 

@@ -17,6 +17,7 @@ from effattn.nn.convolution import DilatedConvolution
 from effattn.nn.convolution_attention import ConvolutionAttention
 from effattn.nn.convolutional_classifier import ConvolutionalClassifier
 from effattn.nn.cross_attention import CrossAttention
+from effattn.nn.decoder_from_transformers import decoder_from_transformers
 from effattn.nn.delta_net import DeltaNet
 from effattn.nn.delta_product import GatedDeltaProduct
 from effattn.nn.delta_rule import DeltaRuleState
@@ -54,6 +55,7 @@ from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_tra
 from effattn.nn.prune import prune_heads
 from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.recurrent_memory import RecurrentMemoryAttention
+from effattn.nn.relative_bias import RelativePositionBias
 from effattn.nn.retention import RetNet
 from effattn.nn.reversible import ReversibleStack
 from effattn.nn.rotary import RotaryEmbedding
@@ -124,6 +126,7 @@ __all__ = [
     "RWKV7",
     "RandomFeatureSelfAttention",
     "RecurrentMemoryAttention",
+    "RelativePositionBias",
     "RetNet",
     "ReversibleStack",
     "RotaryEmbedding",
@@ -144,6 +147,7 @@ __all__ = [
     "bigbird_from_transformers",
     "conversion",
     "convert",
+    "decoder_from_transformers",
     "expert_specs",
     "generate",
     "longformer_from_transformers",

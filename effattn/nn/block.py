@@ -24,7 +24,6 @@ from effattn.nn.experts import MixtureOfExperts
 from effattn.nn.feed_forward import FeedForward
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.module import Module
-from effattn.nn.rotary import RotaryEmbedding
 from effattn.parallel.mixers import divided
 
 # The statistics of each mixture of experts, from the first layer to the last.
@@ -49,7 +48,8 @@ class Layer(Module):
             gated = -(-config.features * 8 // 3 // 8) * 8
             hidden_features = gated if kind["gated"] else 4 * config.features
         experts = config.layer_experts(layer)
-        sizes = {} if experts is None else dataclasses.asdict(experts)
+        use_bias = {"use_bias": config.use_bias}
+        sizes = use_bias if experts is None else dataclasses.asdict(experts)
         self.feed_forward = (FeedForward if experts is None else MixtureOfExperts)(
             config.features,
             hidden_features,
@@ -61,7 +61,12 @@ class Layer(Module):
         )
         self.mixer_norm = norm_of(config, rngs)
         self.feed_forward_norm = None if config.parallel else norm_of(config, rngs)
+        self.post_norm = config.post_norm
         self.dropout_rate = config.dropout_rate
+
+    def mixer_input(self, x: jax.Array) -> jax.Array:
+        """The input of the mixer, from the input x `(B, T, D)` of the layer."""
+        return x if self.post_norm else self.mixer_norm(x)
 
     def _others(self, call: Callable[[MixtureOfExperts, jax.Array], Any]) -> tuple[Sublayer, ...]:
         """The sublayers after the mixer; `call` calls the feed-forward layer if it has experts."""
@@ -87,16 +92,24 @@ class Layer(Module):
           `(x, state, routing)`, with the mixer's state and the statistics of experts.
         """
         keys = iter((None,) * (1 + len(others)) if keys is None else keys)
-        read = self.mixer_norm(x)
+        read = self.mixer_input(x)
         mixed, state = mix(read)
         x = x + dropout(mixed, self.dropout_rate, next(keys))
+        # The norm of the residual sum that has not been normalised yet, if the layer is post-norm.
+        after = self.mixer_norm
         routing: Routing = ()
         for norm, layer in others:
-            h, stats = layer(read if norm is None else norm(x))
+            if norm is None:
+                h, stats = layer(read)
+            elif self.post_norm:
+                x, after = after(x), norm
+                h, stats = layer(x)
+            else:
+                h, stats = layer(norm(x))
             x = x + dropout(h, self.dropout_rate, next(keys))
             if stats is not None:
                 routing += (stats,)
-        return x, state, routing
+        return after(x) if self.post_norm else x, state, routing
 
 
 class Block(Layer):
@@ -159,7 +172,7 @@ def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
     positions: dict[str, Any] = {}
     kind = config.position_kind()
     if kind == "rotary":
-        positions["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
+        positions["rotary"] = config.rotary()
     elif kind == "alibi":
         for group in groups:
             entry = mechanism(group["name"])
@@ -176,6 +189,7 @@ def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "qk_norm": config.qk_norm,
+        "use_bias": config.use_bias,
         "max_length": config.max_length,
         **positions,
     }

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -13,6 +14,7 @@ from effattn.nn.dropout import check_dropout_rate
 from effattn.nn.equality import same_fields
 from effattn.nn.experts import Experts
 from effattn.nn.module import check_dtype
+from effattn.nn.rotary import RotaryEmbedding
 
 # Options of `FeedForward`, and classes, by the names in the configuration.
 FEED_FORWARDS: Mapping[str, dict[str, Any]] = {
@@ -23,7 +25,7 @@ FEED_FORWARDS: Mapping[str, dict[str, Any]] = {
 }
 NORMS: Mapping[str, Callable[..., nnx.Module]] = {"rms": nnx.RMSNorm, "layer": nnx.LayerNorm}
 
-_POSITIONS = ("rotary", "learned", "alibi", "none")
+_POSITIONS = ("rotary", "learned", "sinusoidal", "alibi", "none")
 
 _REMAT_POLICIES = (
     "everything_saveable",
@@ -52,6 +54,11 @@ class TransformerConfig:
         tuple of L entries, one for each layer, with None for a single feed-forward layer; or None.
       norm: normalisation before each sublayer and at the end, "rms" or "layer", with scale (and
         bias).
+      norm_epsilon: epsilon of the norms.
+      post_norm: normalise after each residual sum instead, and not at the end, as in the original
+        Transformer and BERT.
+      use_bias: whether projections of mixers, where they have this option, and of the feed-forward
+        layer have biases. Experts have none.
       mixer: a registered name; a mixer class or an attention function (see `effattn.nn.build`); a
         mapping of one of those and options
         (`{"name": "sliding_window", "local_window_size": (63, 0)}`); a mapping of groups of heads
@@ -61,11 +68,12 @@ class TransformerConfig:
         uses wider steps in later layers. If an option holds parameters or modules, each layer of
         the model trains a separate copy.
       positions: "rotary" (in mixers that take a rotary embedding and do not encode token order
-        otherwise), "learned" (one vector per position, added to the token embeddings), "alibi", or
-        "none". Default "rotary"; "learned" if no layer encodes token order or takes a rotary
-        embedding.
-      rotary_theta: see `RotaryEmbedding`.
-      rotary_scaling: see `RotaryEmbedding`.
+        otherwise), a `RotaryEmbedding` in such mixers, "learned" (one vector per position, added to
+        the token embeddings), "sinusoidal" (fixed vectors, added to the embeddings times sqrt(D)),
+        "alibi", or "none". Default "rotary"; "learned" if no layer encodes token order or takes a
+        rotary embedding.
+      rotary_theta: see `RotaryEmbedding`; for positions "rotary".
+      rotary_scaling: see `RotaryEmbedding`; for positions "rotary".
       max_length: maximum number of input tokens, for parameters that depend on positions: learned
         positions, which require `max_length`, and mixers such as Linformer.
       tie_embeddings: the logits reuse the token embedding as output projection.
@@ -92,11 +100,14 @@ class TransformerConfig:
     hidden_features: int | None = None
     experts: Experts | tuple[Experts | None, ...] | None = None
     norm: str = "rms"
+    norm_epsilon: float = 1e-6
+    post_norm: bool = False
+    use_bias: bool = False
     # Mappings are not hashable, so the hash leaves this field out.
     mixer: build.Mechanism | tuple[build.Mechanism, ...] | list[build.Mechanism] = (
         dataclasses.field(default="softmax", hash=False)
     )
-    positions: str | None = None
+    positions: str | RotaryEmbedding | None = None
     rotary_theta: float = 10000.0
     rotary_scaling: float = 1.0
     max_length: int | None = None
@@ -121,6 +132,8 @@ class TransformerConfig:
             "feed_forward": FEED_FORWARDS,
             "norm": NORMS,
         }
+        if isinstance(self.positions, RotaryEmbedding):
+            del choices["positions"]
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -131,8 +144,14 @@ class TransformerConfig:
             raise ValueError(
                 "positions='learned' needs max_length, the number of positions, got None"
             )
+        if self.positions == "sinusoidal" and self.features % 2:
+            raise ValueError(
+                f"positions='sinusoidal' needs an even number of features, got {self.features}"
+            )
+        checks.positive("norm_epsilon", self.norm_epsilon)
         check_dropout_rate(self.dropout_rate)
-        for name in ("tie_embeddings", "parallel", "remat", "qk_norm", "is_causal"):
+        flags = "tie_embeddings", "parallel", "post_norm", "use_bias", "remat", "qk_norm"
+        for name in (*flags, "is_causal"):
             checks.flag(name, getattr(self, name))
         check_dtype("dtype", self.dtype)
         checks.dtype("param_dtype", self.param_dtype)
@@ -175,19 +194,31 @@ class TransformerConfig:
         groups = [group for n in range(self.num_layers) for group in self.layer_mixer(n)]
         entries = [build.mechanism(group["name"]) for group in groups]
         able = any(entry.knows_order or entry.takes_rotary() for entry in entries)
-        kind = self.positions or ("rotary" if able else "learned")
+        chosen = "rotary" if self._rotary is not None else self.positions
+        kind = str(chosen or ("rotary" if able else "learned"))
         if (kind == "rotary" and not able) or (kind == "learned" and self.max_length is None):
             raise ValueError(
                 f"mixer={self.mixer!r} takes no rotary positions: give positions='learned' and "
                 "max_length, or positions='none'"
             )
         for name in ("rotary_theta", "rotary_scaling"):
-            if kind != "rotary" and getattr(self, name) != getattr(TransformerConfig, name):
+            if getattr(self, name) == getattr(TransformerConfig, name):
+                continue
+            if kind != "rotary" or self._rotary is not None:
+                of_model = kind if self._rotary is None else self._rotary
                 raise ValueError(
                     f"{name} needs positions='rotary', but the positions of this model are "
-                    f"{kind!r}, got {name}={getattr(self, name)}; leave {name} out"
+                    f"{of_model!r}, got {name}={getattr(self, name)}; leave {name} out"
                 )
         return kind
+
+    @property
+    def _rotary(self) -> RotaryEmbedding | None:
+        return self.positions if isinstance(self.positions, RotaryEmbedding) else None
+
+    def rotary(self) -> RotaryEmbedding:
+        """The rotary embedding of mixers, for positions "rotary"."""
+        return self._rotary or RotaryEmbedding(self.rotary_theta, self.rotary_scaling)
 
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of a layer; None for a single feed-forward layer."""
@@ -221,4 +252,15 @@ def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
 
 def norm_of(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
     """A normalisation of the model's features."""
-    return NORMS[config.norm](config.features, rngs=rngs, **dtypes_of(config))
+    return NORMS[config.norm](
+        config.features, epsilon=config.norm_epsilon, rngs=rngs, **dtypes_of(config)
+    )
+
+
+def final_norm_of(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
+    """The normalisation after the last layer; with `post_norm` that layer ends with one."""
+    return _unchanged if config.post_norm else norm_of(config, rngs)
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x

@@ -118,6 +118,7 @@ class DecoderBlock(Layer):
                 "num_kv_heads": config.num_kv_heads,
                 "head_dim": config.head_dim,
                 "qk_norm": config.qk_norm,
+                "use_bias": config.use_bias,
                 "out_kernel_init": initializers.residual_init(config.num_layers),
                 **dtypes,
                 **options,

@@ -30,7 +30,7 @@ def activation_of(name: str) -> Callable[[jax.Array], jax.Array]:
 
 
 class FeedForward(Module):
-    """Feed-forward layer without biases, with or without a gate.
+    """Feed-forward layer, with or without a gate.
 
         act(x Wu) Wd                   Vaswani et al. 2017, "Attention Is All You Need"
         (act(x Wg) * (x Wu)) Wd        Shazeer 2020, "GLU Variants Improve Transformer"
@@ -40,6 +40,7 @@ class FeedForward(Module):
       hidden_features: F, number of hidden features.
       activation: "gelu" (exact), "relu" or "silu".
       gated: whether the layer has a gate, Wg.
+      use_bias: whether each projection has a bias.
       kernel_init: initializer of the gate and up projections.
       out_kernel_init: initializer of the down projection.
       **options: see `effattn.nn.options.Parameters`.
@@ -52,6 +53,7 @@ class FeedForward(Module):
         *,
         activation: str = "gelu",
         gated: bool = False,
+        use_bias: bool = False,
         kernel_init: Callable[..., Any] = initializers.kernel_init,
         out_kernel_init: Callable[..., Any] = initializers.kernel_init,
         **options: Unpack[Parameters],
@@ -60,10 +62,11 @@ class FeedForward(Module):
         checks.at_least("hidden_features", hidden_features, 1, "features")
         self.activation = activation_of(activation)
         make = Layers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, **options)
-        self.gate = make.hidden(in_features, hidden_features) if gated else None
-        self.up = make.hidden(in_features, hidden_features)
+        bias = {"use_bias": use_bias}
+        self.gate = make.hidden(in_features, hidden_features, **bias) if gated else None
+        self.up = make.hidden(in_features, hidden_features, **bias)
         placed = axes("hidden", "features")
-        self.down = make.out(hidden_features, in_features, kernel_metadata=placed)
+        self.down = make.out(hidden_features, in_features, kernel_metadata=placed, **bias)
 
     @mesh_axes.on_mesh_of_input
     def __call__(self, x: jax.Array) -> jax.Array:

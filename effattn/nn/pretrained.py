@@ -199,8 +199,8 @@ def _read(
     layers = {}
     for ours, name in theirs.items():
         # torch computes weight @ x, so the kernel is the transpose.
-        weight = _array(parameters, f"{prefix}{name}.weight", (features, features)).T
-        bias = _array(parameters, f"{prefix}{name}.bias", (features,))
+        weight = array_of(parameters, f"{prefix}{name}.weight", (features, features)).T
+        bias = array_of(parameters, f"{prefix}{name}.bias", (features,))
         if ours == "out":
             layers[ours] = {"kernel": weight.reshape(*heads, features), "bias": bias}
         else:
@@ -211,7 +211,8 @@ def _read(
     return layers
 
 
-def _array(parameters: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
+def array_of(parameters: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of a name, from NumPy, JAX or torch; `ValueError` if its shape is another one."""
     array = parameters[name]
     if hasattr(array, "detach"):
         array = array.detach().cpu()
@@ -228,17 +229,17 @@ def _advice(
 ) -> str:
     """Error message about names under the prefix, with the prefixes of attention layers."""
     lists = (("missing", missing), ("unexpected", unexpected))
-    wrong = "; ".join(f"{which}: {_some(names)}" for which, names in lists if names)
+    wrong = "; ".join(f"{which}: {some(names)}" for which, names in lists if names)
     end = "self.query.weight"
     others = [name.removesuffix(end) for name in parameters if name.endswith(end)]
     others = [repr(other) for other in others if other != prefix]
     return (
         f"prefix {prefix!r} must lead to one attention layer of this kind; {wrong}"
-        f"{'; attention layers are under the prefixes ' + _some(others) if others else ''}"
+        f"{'; attention layers are under the prefixes ' + some(others) if others else ''}"
     )
 
 
-def _some(names: list[str], most: int = 14) -> str:
+def some(names: list[str], most: int = 14) -> str:
     """The first `most` names, comma-separated."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,6 +1,7 @@
 """Rotary position embedding."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,34 +11,139 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.angles import angles
 from effattn.arrays.axes import lead
 
+_RULES = ("linear", "ntk", "yarn", "llama3")
+# Turns over the trained length below which a pair of features is slowed down by the whole factor,
+# and above which it keeps its speed.
+_TURNS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}
+
 
 @dataclasses.dataclass(frozen=True)
 class RotaryEmbedding:
     """Rotary position embedding: rotates pairs of features by angles proportional to the position.
 
-    Features m and m + H/2 form a pair, rotated by `position / scaling * theta**(-2m / H)`, so that
-    the product of a query and a key depends on their distance, not on absolute positions. Su et al.
-    2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding"; the linear scaling is
-    from Chen et al. 2023, "Extending Context Window of Large Language Models via Positional
-    Interpolation".
+    Among R rotated features, m and m + R/2 form a pair, rotated by `position * f_m`, so that the
+    product of a query and a key depends on their distance, not on absolute positions. By default
+    f_m = theta**(-2m / R). To read sequences s = `scaling` times as long as those of the training,
+    a rule changes the f_m:
+
+    - "linear" divides all f_m by s (Chen et al. 2023, "Extending Context Window of Large Language
+      Models via Positional Interpolation").
+    - "ntk" multiplies theta by s**(R / (R - 2)), which divides the slowest f_m by s and keeps the
+      fastest.
+    - "yarn" divides the f_m of pairs that turn less than `turns[0]` times over the trained length,
+      keeps those that turn more than `turns[1]` times, and blends both linearly in m between them.
+      The rotated features are multiplied by 0.1 log(s) + 1 (Peng et al. 2023, "YaRN").
+    - "llama3" does the same, but blends linearly in the number of turns (Llama Team 2024, "The
+      Llama 3 Herd of Models").
+
+    Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
 
     Attributes:
       theta: base of the wavelengths; a larger base gives slower rotation.
-      scaling: divisor of positions; 4.0 maps four times the trained length to the trained angles.
+      scaling: s, the factor between the new and the trained length.
+      rule: "linear", "ntk", "yarn" or "llama3".
+      trained_length: number of positions of the training, for "yarn" and "llama3".
+      turns: the two numbers of turns of "yarn" (default 1 and 32) and "llama3" (default 1 and 4).
+      amplitude: factor of the rotated features; default that of the rule.
+      features: R, number of rotated features of each head, the first ones; default all.
     """
 
     theta: float = 10000.0
     scaling: float = 1.0
+    rule: str = "linear"
+    trained_length: int | None = None
+    turns: tuple[float, float] | None = None
+    amplitude: float | None = None
+    features: int | None = None
 
     def __post_init__(self):
         for name in ("theta", "scaling"):
             checks.positive(f"rotary {name}", getattr(self, name))
+        if self.rule not in _RULES:
+            raise ValueError(f"rotary rule must be one of {', '.join(_RULES)}, got {self.rule!r}")
+        by_turns = self.rule in _TURNS
+        for name in ("trained_length", "turns"):
+            if getattr(self, name) is not None and not by_turns:
+                raise ValueError(
+                    f"rotary {name} is for the rules {' and '.join(_TURNS)}, got {name}="
+                    f"{getattr(self, name)!r} with rule={self.rule!r}; leave {name} out"
+                )
+        if by_turns:
+            if self.trained_length is None:
+                raise ValueError(
+                    f"rotary rule={self.rule!r} needs trained_length, the number of positions of "
+                    "the training, got None"
+                )
+            checks.at_least("rotary trained_length", self.trained_length, 1, "positions")
+        if self.turns is not None:
+            pair = tuple(checks.positive("rotary turns", turns) for turns in self.turns)
+            if len(pair) != 2 or pair[0] >= pair[1]:
+                raise ValueError(
+                    f"rotary turns must be two numbers, the smaller one first, got {self.turns!r}"
+                )
+        if self.amplitude is not None:
+            checks.positive("rotary amplitude", self.amplitude)
+        if self.features is not None:
+            checks.at_least("rotary features", self.features, 2, "features, or None")
+            if self.features % 2:
+                raise ValueError(f"rotary features must be even, got {self.features}")
+
+    def check_head(self, head_dim: int, name: str = "x") -> int:
+        """Returns the number of rotated features of a head.
+
+        Raises `ValueError` if `head_dim` is odd, or less than `features`.
+        """
+        if self.features is None and head_dim % 2:
+            raise ValueError(
+                f"{name} must have an even head size for rotary embedding, got {head_dim}"
+            )
+        if self.features is not None and self.features > head_dim:
+            raise ValueError(
+                f"{name} must have heads of at least the {self.features} features that the rotary "
+                f"embedding rotates, got {head_dim}"
+            )
+        return head_dim if self.features is None else self.features
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Radians per position of each pair of features, float64 `(R / 2,)`."""
+        rotated = self.check_head(head_dim)
+        pairs = np.arange(0, rotated, 2) / rotated
+        if self.rule == "ntk":
+            slowest = rotated - 2
+            exponent = rotated / slowest if slowest else 0.0
+            return (self.theta * self.scaling**exponent) ** -pairs
+        own = self.theta**-pairs
+        if self.rule == "linear":
+            return own / self.scaling
+        kept = self._kept(own, rotated)
+        return own * kept + own / self.scaling * (1 - kept)
+
+    def _kept(self, own: np.ndarray, rotated: int) -> np.ndarray:
+        """Shares of the pairs of features that keep their speed, from 0 to 1."""
+        assert self.trained_length is not None
+        slow, fast = _TURNS[self.rule] if self.turns is None else self.turns
+        if self.rule == "llama3":
+            turns = self.trained_length * own / (2 * np.pi)
+            return np.clip((turns - slow) / (fast - slow), 0, 1)
+
+        def pair_of(turns):
+            radians = 2 * np.pi * turns
+            return rotated * np.log(self.trained_length / radians) / (2 * np.log(self.theta))
+
+        first = max(np.floor(pair_of(fast)), 0)
+        last = max(min(np.ceil(pair_of(slow)), rotated - 1), first + 1e-3)
+        return 1 - np.clip((np.arange(rotated // 2) - first) / (last - first), 0, 1)
+
+    def _amplitude(self) -> float:
+        if self.amplitude is not None:
+            return self.amplitude
+        return 0.1 * math.log(self.scaling) + 1 if self.rule == "yarn" else 1.0
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotates queries or keys.
 
         Args:
-          x: `(*B, T, N, H)`, H even.
+          x: `(*B, T, N, H)`, H even, or at least `features`.
           positions: `(T,)` or `(*B, T)`, int.
 
         Returns:
@@ -46,20 +152,18 @@ class RotaryEmbedding:
           `effattn.arrays.angles`).
 
         Raises:
-          ValueError: an odd head dimension, or positions that are not integers.
+          ValueError: an odd or too small head dimension, or positions that are not integers.
         """
-        head_dim = x.shape[-1]
-        if head_dim % 2:
-            raise ValueError(f"x must have an even head size for rotary embedding, got {head_dim}")
+        rotated = self.check_head(x.shape[-1])
         dtype = dtypes.wide(x.dtype)
         positions = checks.as_array("positions", positions)
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ValueError(f"positions must be integers, got dtype {positions.dtype}")
-        frequency = self.theta ** (-np.arange(0, head_dim, 2) / head_dim) / self.scaling
+        frequency = self.frequencies(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))
         place = lead(positions[..., None, None], x.ndim)
-        frequency = frequency.reshape((1,) * (x.ndim - 1) + (-1,))
-        angle = angles(place, frequency, dtype)  # (*#B, T, 1, H / 2)
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
-        first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return rotated.astype(x.dtype)
+        angle = angles(place, frequency, dtype)  # (*#B, T, 1, R / 2)
+        cos, sin = (self._amplitude() * wave for wave in (jnp.cos(angle), jnp.sin(angle)))
+        turning, rest = x[..., :rotated], x[..., rotated:]
+        first, second = jnp.split(turning.astype(dtype), 2, axis=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate([*(each.astype(x.dtype) for each in turned), rest], axis=-1)

@@ -88,11 +88,13 @@ class SelfAttention(Attention, CausalMixer):
         super().__init__(in_features, in_features, num_heads, attention, **options)
         if rotary is not None and not isinstance(rotary, RotaryEmbedding):
             raise ValueError(f"rotary must be a RotaryEmbedding or None, got {rotary!r}")
-        if rotary is not None and self.head_dim % 2:
+        if rotary is not None and rotary.features is None and self.head_dim % 2:
             raise ValueError(
                 f"rotary needs an even head_dim, got {self.head_dim}; give an even head_dim or "
                 "rotary=None"
             )
+        if rotary is not None:
+            rotary.check_head(self.head_dim, "queries and keys")
         direction = "causal" if is_causal else "bidirectional"
         self.binding.require(direction, f"is_causal={is_causal}")
         self.rotary = rotary

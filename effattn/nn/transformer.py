@@ -16,12 +16,13 @@ from effattn.decode.state import check_capacity, check_state, is_concrete, new_l
 from effattn.nn import initializers
 from effattn.nn.array_options import own_copy
 from effattn.nn.block import Block, Routing
-from effattn.nn.configuration import TransformerConfig, dtypes_of, norm_of
+from effattn.nn.configuration import TransformerConfig, dtypes_of, final_norm_of
 from effattn.nn.dropout import dropout, dropout_key
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.module import Module
 from effattn.nn.placement import ACTIVATIONS, axes
 from effattn.nn.routing import routing_mixers
+from effattn.nn.sinusoidal import sinusoidal_positions
 from effattn.nn.tokens import indices_of, token_ids, valid_tokens
 
 
@@ -40,7 +41,7 @@ class TransformerState:
 
 
 class Transformer(Module):
-    """Maps tokens to features: embedding, L pre-norm blocks and a final norm.
+    """Maps tokens to features: embedding, L blocks and a final norm.
 
     Vaswani et al. 2017, by default with RMSNorm (Zhang and Sennrich 2019) before each sublayer and
     SwiGLU (Shazeer 2020). The initial weights of projections into the residual stream are divided
@@ -62,10 +63,14 @@ class Transformer(Module):
             raise ValueError(f"config must be a TransformerConfig, got {config!r}")
         self.config = config
         dtypes = dtypes_of(config)
+        kind = config.position_kind()
+        is_scaled = kind == "sinusoidal"
         embed = functools.partial(
             nnx.Embed,
             features=config.features,
-            embedding_init=initializers.embedding_init,
+            embedding_init=nnx.initializers.normal(config.features**-0.5)
+            if is_scaled
+            else initializers.embedding_init,
             param_dtype=dtypes["param_dtype"],
             rngs=rngs,
         )
@@ -73,14 +78,15 @@ class Transformer(Module):
             num_embeddings=config.vocab_size,
             embedding_metadata=axes("vocabulary", "features"),
         )
-        learned = config.position_kind() == "learned"
+        learned = kind == "learned"
         self.positions = embed(num_embeddings=config.max_length or 0) if learned else None
+        self.sinusoidal = is_scaled
         # Copies the configuration's parameters once, so that two models share none.
         own = dataclasses.replace(config, mixer=own_copy(config.mixer))
         self.blocks = nnx.List(
             [self._make_block(own, layer, rngs) for layer in range(config.num_layers)]
         )
-        self.norm = norm_of(config, rngs)
+        self.norm = final_norm_of(config, rngs)
 
     def _make_block(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs) -> Any:
         return Block(config, layer, rngs=rngs)
@@ -142,7 +148,7 @@ class Transformer(Module):
         """
 
         def move(block, x, lengths, segment_ids):
-            for mixer, read in routing_mixers(block.mixer, block.mixer_norm(x)):
+            for mixer, read in routing_mixers(block.mixer, block.mixer_input(x)):
                 mixer.update_centroids(
                     read, lengths=lengths, segment_ids=segment_ids, decay=decay, axis_name=axis_name
                 )
@@ -155,7 +161,7 @@ class Transformer(Module):
 
         def collect(block, x, lengths, segment_ids):
             if isinstance(block.mixer, MixtureOfMechanisms):
-                read, given = block.mixer_norm(x), {"lengths": lengths, "segment_ids": segment_ids}
+                read, given = block.mixer_input(x), {"lengths": lengths, "segment_ids": segment_ids}
                 costs.append(block.mixer.token_costs(read, **given))
 
         features, _ = self._features(tokens, lengths, segment_ids, rngs, before=collect)
@@ -235,6 +241,9 @@ class Transformer(Module):
         x = _rows(self.embed, indices_of(tokens, valid, self.config.vocab_size, name))
         if self.positions is not None:
             x = x + _rows(self.positions, positions)
+        if self.sinusoidal:
+            features = self.config.features
+            x = x * features**0.5 + sinusoidal_positions(positions, features, x.dtype)
         # Cast after the lookup, so that the gradients of repeated tokens are summed in param_dtype:
         # a long sum in 16 bits stops growing.
         return x.astype(dtypes_of(self.config)["dtype"])

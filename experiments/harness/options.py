@@ -47,7 +47,9 @@ class Options(abc.ABC):
     width: int = 64  # features per token
     heads: int = 4  # query heads, a divisor of width
     key_heads: int | None = None  # key heads, a divisor of heads; 1 is multi-query attention
-    positions: Literal["rotary", "learned", "alibi", "none"] | None = None  # default by mechanism
+    positions: Literal["rotary", "learned", "sinusoidal", "alibi", "none"] | None = (
+        None  # default by mechanism
+    )
     norm: Literal["rms", "layer"] = "rms"  # normalisation before each sublayer
     feed_forward: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"  # feed-forward layer
     experts: int | None = None  # number of experts in place of each feed-forward layer

@@ -1,5 +1,8 @@
 """The rotary embedding turns pairs of features by angles in proportion to the position."""
 
+import json
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,8 @@ import pytest
 
 from effattn.nn import RotaryEmbedding
 from tests.nn.build import floats
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "decoders.json"
 
 
 def turn(x, positions, **options):
@@ -56,7 +61,68 @@ def test_bfloat16_goes_in_and_out_and_angles_stay_exact():
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=0.01)
 
 
+@pytest.mark.parametrize("case", ["llama3", "yarn", "yarn_in_few_turns"])
+def test_rules_agree_with_transformers(case):
+    right = json.loads(GOLDEN.read_text())["rotary"][case]
+    given = right["rule"]
+    turns = [("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")]
+    (turns,) = [[given[n] for n in names] for names in turns if names[0] in given] or [None]
+    rotary = RotaryEmbedding(
+        theta=given["rope_theta"],
+        scaling=given["factor"],
+        rule=given["rope_type"],
+        trained_length=given["original_max_position_embeddings"],
+        turns=None if turns is None else tuple(turns),
+    )
+    np.testing.assert_allclose(rotary.frequencies(32), right["angles"], rtol=1e-6)
+    # A pair at position 0 is not turned, only multiplied.
+    out = rotary(floats(1, 1, 1, 32), jnp.zeros(1, int))
+    np.testing.assert_allclose(out, right["amplitude"] * floats(1, 1, 1, 32), rtol=1e-6)
+
+
+def test_the_ntk_rule_slows_the_slowest_pair_alone_by_the_whole_factor():
+    plain, longer = RotaryEmbedding(), RotaryEmbedding(scaling=4.0, rule="ntk")
+    ratio = plain.frequencies(16) / longer.frequencies(16)
+    np.testing.assert_allclose(ratio[[0, -1]], [1, 4])
+    assert np.all(np.diff(ratio) > 0)
+
+
+def test_the_first_features_alone_may_turn():
+    x, positions = floats(2, 5, 3, 10), np.arange(5)
+    out = turn(x, positions, features=6)
+    np.testing.assert_array_equal(out[..., 6:], x[..., 6:])
+    np.testing.assert_array_equal(out[..., :6], turn(x[..., :6], positions))
+    # The other features of an odd head do not turn.
+    assert turn(floats(1, 5, 1, 7), positions, features=4).shape == (1, 5, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rule": "dynamic"},
+            "rotary rule must be one of linear, ntk, yarn, llama3, got 'dynamic'",
+        ),
+        ({"rule": "yarn"}, "rule='yarn' needs trained_length, .* got None"),
+        (
+            {"trained_length": 8},
+            "trained_length is for the rules yarn and llama3, got trained_length=8",
+        ),
+        ({"turns": (1, 2)}, "turns is for the rules yarn and llama3"),
+        ({"rule": "llama3", "trained_length": 8, "turns": (4, 1)}, "the smaller one first, got"),
+        ({"features": 3}, "rotary features must be even, got 3"),
+        ({"features": 0}, "rotary features must be an int, 2 or more features"),
+        ({"amplitude": -1}, "rotary amplitude must be a finite number above 0"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        RotaryEmbedding(**options)
+
+
 def test_bad_sizes_are_named():
+    with pytest.raises(ValueError, match="heads of at least the 8 features .* rotates, got 6"):
+        RotaryEmbedding(features=8)(floats(1, 2, 1, 6), jnp.arange(2))
     with pytest.raises(ValueError, match="x must have an even head size .*, got 7"):
         RotaryEmbedding()(floats(1, 2, 1, 7), jnp.arange(2))
     with pytest.raises(ValueError, match="rotary theta must be a finite number above 0, got 0.0"):

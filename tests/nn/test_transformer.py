@@ -542,7 +542,9 @@ def test_bad_inputs_are_named():
     [
         ({"vocab_size": 0}, "vocab_size must be an int, 1 or more, got 0"),
         ({"hidden_features": 0}, "hidden_features must be an int, 1 or more or None, got 0"),
-        ({"positions": "sinusoidal"}, "positions must be one of rotary"),
+        ({"positions": "fourier"}, "positions must be one of rotary"),
+        ({"positions": "sinusoidal", "features": 15}, "needs an even number of features, got 15"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon must be a finite number above 0"),
         (
             {"feed_forward": "glu"},
             "feed_forward must be one of swiglu, geglu, gelu, relu, got 'glu'",

@@ -1,0 +1,191 @@
+"""Loader for whole pretrained decoders of the Llama kind, from Hugging Face transformers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.nn.configuration import TransformerConfig
+from effattn.nn.language_model import TransformerLM
+from effattn.nn.pretrained import array_of, some
+from effattn.nn.rotary import RotaryEmbedding
+
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+# The projections and norms within a layer: names here, and in transformers.
+_PROJECTIONS = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "out": "o_proj",
+    "query_norm": "q_norm",
+    "key_norm": "k_norm",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+
+
+def decoder_from_transformers(
+    parameters: Mapping[str, Any],
+    config: Any,
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+) -> TransformerLM:
+    """Loads a pretrained decoder of the Llama kind into an equivalent `TransformerLM`.
+
+        model = transformers.AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
+        ours = decoder_from_transformers(model.state_dict(), model.config)
+
+    These are models of the types llama, mistral, qwen2 and qwen3: RMS norms before the sublayers,
+    rotary positions (plain, linear, yarn or llama3), grouped key heads, a SwiGLU feed-forward
+    layer, and, where the configuration has them, biases, norms of queries and keys, and windows.
+
+    Args:
+      parameters: mapping of names to arrays: `model.state_dict()`, or the arrays of
+        `safetensors.numpy.load_file`. Arrays may be from NumPy, JAX or torch.
+      config: `model.config`, its `to_dict()`, or the mapping in the model's `config.json`.
+      dtype: computation dtype; default `param_dtype`.
+      param_dtype: dtype of the parameters.
+
+    Returns:
+      A `TransformerLM` whose logits are those of the model.
+
+    Raises:
+      ValueError: a model of another type, an option that effattn has not, or a name that is
+        missing, unexpected or has an array of another shape.
+    """
+    given = config if isinstance(config, Mapping) else config.to_dict()
+    ours = _configuration(given, dtype, param_dtype)
+    graph, state = nnx.split(nnx.eval_shape(lambda: TransformerLM(ours, rngs=nnx.Rngs(0))))
+    variables = nnx.to_flat_state(state)
+    names: dict[Any, str | None] = {path: _name(path) for path, _ in variables}
+    if given["model_type"] == "qwen2":  # no bias after the heads
+        names = {path: None if path[-2:] == ("out", "bias") else n for path, n in names.items()}
+    _check_names(parameters, {name for name in names.values() if name is not None})
+
+    def loaded(path, variable):
+        name, shape = names[path], variable.shape
+        theirs: tuple[int, ...]
+        if name is None:
+            return jnp.zeros(shape, variable.dtype)
+        if path[-1] == "kernel":
+            # torch computes weight @ x, so the kernel is the transpose.
+            features_in = math.prod(shape[:-1] if path[-2] == "out" else shape[:1])
+            theirs = math.prod(shape) // features_in, features_in
+            array = array_of(parameters, name, theirs).T
+        else:
+            theirs = shape if path[-1] == "embedding" else (math.prod(shape),)
+            array = array_of(parameters, name, theirs)
+        return jnp.asarray(array.reshape(shape), variable.dtype)
+
+    filled = [(path, variable.replace(loaded(path, variable))) for path, variable in variables]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _configuration(given: Mapping[str, Any], dtype: Any, param_dtype: Any) -> TransformerConfig:
+    kind = given.get("model_type")
+    if kind not in _KINDS:
+        raise ValueError(f"the model_type must be one of {', '.join(_KINDS)}, got {kind!r}")
+    if given.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act must be 'silu', got {given['hidden_act']!r}")
+    features, heads = given["hidden_size"], given["num_attention_heads"]
+    epsilon = given.get("rms_norm_eps", 1e-6)
+    if kind == "qwen3" and epsilon != 1e-6:
+        raise ValueError(
+            f"norms of queries and keys have the epsilon 1e-6 here, got rms_norm_eps={epsilon}"
+        )
+    head_dim = given.get("head_dim") or features // heads
+    bias = {"use_bias": kind == "qwen2" or bool(given.get("attention_bias", False))}
+    return TransformerConfig(
+        vocab_size=given["vocab_size"],
+        num_layers=given["num_hidden_layers"],
+        features=features,
+        num_heads=heads,
+        num_kv_heads=given.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        hidden_features=given["intermediate_size"],
+        norm_epsilon=epsilon,
+        use_bias=bool(given.get("mlp_bias", False)),
+        mixer=tuple({**mixer, **bias} for mixer in _mixers(given)),
+        positions=_rotary(given, head_dim),
+        qk_norm=kind == "qwen3",
+        tie_embeddings=bool(given.get("tie_word_embeddings", False)),
+        dtype=dtype,
+        param_dtype=param_dtype,
+    )
+
+
+def _mixers(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The mixer of each layer: exact attention, or a window of the last tokens."""
+    layers, window = given["num_hidden_layers"], given.get("sliding_window")
+    is_used = window is not None and given.get("use_sliding_window", True)
+    every = ["sliding_attention" if is_used else "full_attention"] * layers
+    mixers: dict[str, dict[str, Any]] = {"full_attention": {"name": "softmax"}}
+    if window is not None:
+        # Their window counts the token itself.
+        size = {"local_window_size": (window - 1, 0)}
+        mixers["sliding_attention"] = {"name": "sliding_window", **size}
+    kinds = given.get("layer_types") or every
+    unknown = sorted(set(kinds) - mixers.keys())
+    if unknown or len(kinds) != layers:
+        raise ValueError(
+            f"layer_types must name one of {', '.join(mixers)} for each of {layers} layers, got "
+            f"{list(kinds)}"
+        )
+    return [mixers[kind] for kind in kinds]
+
+
+def _rotary(given: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
+    """The rotary embedding, from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    rule = rope.get("rope_type", rope.get("type", "default"))
+    options: dict[str, Any] = {
+        "theta": float(rope.get("rope_theta", given.get("rope_theta", 10000.0)))
+    }
+    fraction = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    if fraction != 1.0:
+        options["features"] = int(head_dim * fraction)
+    if rule == "default":
+        return RotaryEmbedding(**options)
+    if rule not in ("linear", "yarn", "llama3"):
+        raise ValueError(f"the rope_type must be default, linear, yarn or llama3, got {rule!r}")
+    options |= {"rule": rule, "scaling": float(rope["factor"])}
+    if rule == "linear":
+        return RotaryEmbedding(**options)
+    trained = rope.get("original_max_position_embeddings", given.get("max_position_embeddings"))
+    low, high = ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")
+    names = low if rule == "llama3" else high
+    if all(rope.get(name) is not None for name in names):
+        options["turns"] = tuple(float(rope[name]) for name in names)
+    amplitude = rope.get("attention_factor") if rule == "yarn" else None
+    return RotaryEmbedding(**options, trained_length=trained, amplitude=amplitude)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The name in transformers of the parameter at a path here."""
+    if path[0] != "blocks":
+        whole = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
+        return f"{whole[path[0]]}.weight"
+    _, layer, part, *rest = path
+    theirs = {
+        "mixer_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+    }.get(part)
+    if theirs is None:
+        prefix = "self_attn" if part == "mixer" else "mlp"
+        theirs = f"{prefix}.{_PROJECTIONS[rest[0]]}"
+    kind = "bias" if path[-1] == "bias" else "weight"
+    return f"model.layers.{layer}.{theirs}.{kind}"
+
+
+def _check_names(parameters: Mapping[str, Any], needed: set[str]) -> None:
+    found = {name for name in parameters if not name.endswith("rotary_emb.inv_freq")}
+    if "lm_head.weight" not in needed:  # the same array as the embedding
+        found -= {"lm_head.weight"}
+    lists = (("missing", needed - found), ("unexpected", found - needed))
+    wrong = "; ".join(f"{which}: {some(sorted(names))}" for which, names in lists if names)
+    if wrong:
+        raise ValueError(f"parameters must be those of the model of this config; {wrong}")

@@ -1,0 +1,74 @@
+"""Whole decoders of transformers give the same logits, at once and token by token."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effattn import nn
+from tests.marks import slow
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+CONFIGURATIONS = json.loads((GOLDEN / "decoders.json").read_text())["configurations"]
+
+
+def read(case):
+    with np.load(GOLDEN / "decoders.npz") as arrays:
+        given = {k.partition("/")[2]: x for k, x in arrays.items() if k.startswith(f"{case}/")}
+    return given.pop("tokens"), given.pop("logits"), given
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", slow("tied_yarn"), slow("qwen2"), "qwen3"])
+def test_logits_agree(case):
+    tokens, logits, parameters = read(case)
+    model = nn.decoder_from_transformers(parameters, CONFIGURATIONS[case])
+    np.testing.assert_allclose(jax.jit(model)(tokens), logits, rtol=1e-4, atol=1e-4)
+    state = model.init_state(*tokens.shape)
+    first, state = model.extend(tokens[:, :8], state)
+    second, _ = model.extend(tokens[:, 8:], state)
+    found = jnp.concatenate([first, second], 1)
+    np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_names_of_older_versions():
+    """Rotary options beside the others, a buffer, and a tied head that is stored again."""
+    _, _, parameters = read("tied_yarn")
+    rope = dict(CONFIGURATIONS["tied_yarn"]["rope_parameters"])
+    older = {k: x for k, x in CONFIGURATIONS["tied_yarn"].items() if k != "rope_parameters"}
+    older |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    rope["type"] = rope.pop("rope_type")
+    more = {
+        "lm_head.weight": parameters["model.embed_tokens.weight"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4),
+    }
+    model = nn.decoder_from_transformers({**parameters, **more}, older)
+    new = nn.decoder_from_transformers(parameters, CONFIGURATIONS["tied_yarn"])
+    assert model.config == new.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type must be one of llama, .* got 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type must be default, .* 'dynamic'"),
+        ({"layer_types": ["full_attention"]}, "layer_types must name one of .* 2 layers"),
+        ({"num_hidden_layers": 3}, r"missing: model.layers.2.input_layernorm.weight, .* more"),
+        ({"num_hidden_layers": 1}, r"unexpected: model.layers.1.input_layernorm.weight, "),
+        ({"hidden_size": 12}, r"mlp.down_proj.bias must have shape \(12,\), got \(24,\)"),
+    ],
+)
+def test_wrong_configurations_and_parameters_are_named(changes, message):
+    _, _, parameters = read("llama")
+    with pytest.raises(ValueError, match=message):
+        nn.decoder_from_transformers(parameters, {**CONFIGURATIONS["llama"], **changes})
+
+
+def test_the_epsilon_of_normalised_queries_is_fixed():
+    _, _, parameters = read("qwen3")
+    with pytest.raises(ValueError, match="have the epsilon 1e-6 here, got rms_norm_eps=1e-05"):
+        changed = {**CONFIGURATIONS["qwen3"], "rms_norm_eps": 1e-5}
+        nn.decoder_from_transformers(parameters, changed)
