@@ -63,14 +63,13 @@ class Transformer(Module):
             raise ValueError(f"config must be a TransformerConfig, got {config!r}")
         self.config = config
         dtypes = dtypes_of(config)
-        kind = config.position_kind()
-        is_scaled = kind == "sinusoidal"
+        kind, embedding_init = config.position_kind(), initializers.embedding_init
+        if kind == "sinusoidal":  # a call multiplies embeddings by sqrt(D)
+            embedding_init = nnx.initializers.normal(config.features**-0.5)
         embed = functools.partial(
             nnx.Embed,
             features=config.features,
-            embedding_init=nnx.initializers.normal(config.features**-0.5)
-            if is_scaled
-            else initializers.embedding_init,
+            embedding_init=embedding_init,
             param_dtype=dtypes["param_dtype"],
             rngs=rngs,
         )
@@ -80,7 +79,6 @@ class Transformer(Module):
         )
         learned = kind == "learned"
         self.positions = embed(num_embeddings=config.max_length or 0) if learned else None
-        self.sinusoidal = is_scaled
         # Copies the configuration's parameters once, so that two models share none.
         own = dataclasses.replace(config, mixer=own_copy(config.mixer))
         self.blocks = nnx.List(
@@ -241,7 +239,7 @@ class Transformer(Module):
         x = _rows(self.embed, indices_of(tokens, valid, self.config.vocab_size, name))
         if self.positions is not None:
             x = x + _rows(self.positions, positions)
-        if self.sinusoidal:
+        if self.config.positions == "sinusoidal":
             features = self.config.features
             x = x * features**0.5 + sinusoidal_positions(positions, features, x.dtype)
         # Cast after the lookup, so that the gradients of repeated tokens are summed in param_dtype:
