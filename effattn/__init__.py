@@ -67,6 +67,7 @@ import effattn.functional.synthesizer_factorized_random  # isort: skip
 import effattn.functional.synthesizer_mixture  # isort: skip
 from effattn.functional.gmlp import spatial_gating  # isort: skip
 import effattn.functional.mixture_of_mechanisms  # isort: skip
+import effattn.functional.bidirectional  # isort: skip
 import effattn.functional.convolution_attention  # isort: skip
 import effattn.functional.recurrent_memory  # isort: skip
 import effattn.functional.lstm  # isort: skip

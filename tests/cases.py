@@ -358,6 +358,9 @@ MIXERS = {
         mix=mixes.mixture,
         variants={"": {"mechanisms": MIXTURE}, "top1": {"mechanisms": MIXTURE, "gate": "top1"}},
     ),
+    "bidirectional": Case(
+        variants={"": {"mixer": {"name": "mamba", "state_size": 3}}, "heads": {"mixer": "linear"}}
+    ),
     "convolution_attention": Case(mix=mixes.convolve_and_attend, variants={"": {"width": 3}}),
     "recurrent_memory": Case(
         variants={

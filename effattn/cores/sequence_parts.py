@@ -38,6 +38,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "s4_convolution",
                 "rwkv4_mixing",
                 "attention_free",
+                "Bidirectional",
                 "DilatedConvolution",
                 "GRU",
                 "LSTM",

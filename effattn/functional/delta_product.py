@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks
+from effattn.arrays import checks, dtypes
 from effattn.cores import recurrence
 from effattn.functional.delta_net import terms
 from effattn.naive import over_tokens, with_naive
@@ -101,8 +101,9 @@ def delta_product_attention(
         log_decay = recurrence.check_log_decay(log_decay, of_key[:-1])
         log_decay = in_order(log_decay, *[jnp.zeros_like(log_decay)] * (steps - 1))
     # The last step of a token has its query, and the outputs of the other steps are dropped.
-    query = in_order(*[jnp.zeros_like(given.query)] * (steps - 1), given.query)
-    key = in_order(given.key, *each(later_keys, axis + 1))
+    query, key, later_keys = dtypes.alike(given.query, given.key, later_keys)
+    query = in_order(*[jnp.zeros_like(query)] * (steps - 1), query)
+    key = in_order(key, *each(later_keys, axis + 1))
     value = in_order(given.value, *each(later_values, axis + 1))
     given_steps = recurrence.check(query, key, value, **_of_steps(options, steps))
     out, state = recurrence.run(
@@ -113,7 +114,8 @@ def delta_product_attention(
         (key, value, in_order(*each(beta, axis + 1)), log_decay),
         recurrence.check_scale(scale, given.query),
     )
-    return recurrence.results(out[..., steps - 1 :: steps, :, :], state, given)
+    out = out[..., steps - 1 :: steps, :, :].astype(given.value.dtype)
+    return recurrence.results(out, state, given)
 
 
 def _of_steps(options: Any, steps: int) -> dict[str, Any]:

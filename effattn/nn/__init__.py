@@ -9,6 +9,7 @@ from effattn.nn.aft_local import AFTLocal
 from effattn.nn.aft_simple import AFTSimple
 from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.based import BasedSelfAttention
+from effattn.nn.bidirectional import Bidirectional
 from effattn.nn.block import Block
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.configuration import TransformerConfig
@@ -79,6 +80,7 @@ __all__ = [
     "AdditiveSelfAttention",
     "Alibi",
     "BasedSelfAttention",
+    "Bidirectional",
     "Block",
     "BlockLinformerSelfAttention",
     "Centroids",

@@ -40,6 +40,7 @@ STATES = {
     "aft_simple": {},
     "s4d": {"state_size": 4},
     "convolution": {"width": 4, "dilation": 2},
+    "bidirectional": {"mixer": {"name": "mamba", "state_size": 4}, "is_causal": False},
     "lstm": {},
     "gru": {},
     "recurrent_memory": {"segment_size": 4, "num_slots": 2, "rotary": ROTARY},
