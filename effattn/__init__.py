@@ -32,6 +32,7 @@ from effattn.functional.rwkv6 import rwkv6_attention  # isort: skip
 from effattn.functional.mamba import selective_scan  # isort: skip
 from effattn.functional.delta_net import delta_rule_attention  # isort: skip
 import effattn.functional.gated_delta_net  # isort: skip
+import effattn.functional.hgrn2  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,

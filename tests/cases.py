@@ -70,6 +70,12 @@ def after_tokens(rng, shape):
     return np.einsum("...sf,...sd->...fd", features, values)
 
 
+def forget_gates(rng, sizes):
+    """Log decays of a forget gate, and the keys that are tied to it."""
+    log_decay = -rng.uniform(0, 1, size=tokens(sizes, sizes.size))
+    return {"key": -np.expm1(log_decay), "log_decay": log_decay}
+
+
 def strengths(rng, sizes):
     """Strengths `beta` for keys whose length is about the square root of their size."""
     return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
@@ -169,6 +175,7 @@ FUNCTIONS = {
         },
         decays=frozenset({"log_decay"}),
     ),
+    "hgrn2": Recurrent(arguments=forget_gates, decays=frozenset({"log_decay"})),
     "rwkv6": Recurrent(
         arguments=lambda rng, sizes: {
             "log_decay": -rng.uniform(0, 1, size=tokens(sizes, sizes.size)),

@@ -31,6 +31,7 @@ from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.gmlp import GatedMLP
 from effattn.nn.gru import GRU
 from effattn.nn.hedgehog import HedgehogSelfAttention
+from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.language_model import TransformerLM
@@ -93,6 +94,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedMLP",
+    "HGRN2",
     "HedgehogSelfAttention",
     "HybridHeads",
     "HybridState",

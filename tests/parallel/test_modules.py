@@ -27,6 +27,7 @@ STATES = {
     "linear": {"rotary": ROTARY},
     "retention": {},
     "gated_linear": {},
+    "hgrn2": {},
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4},
     "delta_net": {},
