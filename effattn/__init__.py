@@ -33,6 +33,7 @@ from effattn.functional.mamba import selective_scan  # isort: skip
 from effattn.functional.delta_net import delta_rule_attention  # isort: skip
 import effattn.functional.gated_delta_net  # isort: skip
 import effattn.functional.hgrn2  # isort: skip
+from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -91,6 +92,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockLayout",
+    "MLSTMState",
     "PerformerState",
     "additive_attention",
     "advise",
@@ -118,6 +120,7 @@ __all__ = [
     "longformer_attention",
     "lsh_attention",
     "lsh_rotations",
+    "mlstm_attention",
     "naive",
     "nn",
     "nystrom_attention",

@@ -76,6 +76,14 @@ def forget_gates(rng, sizes):
     return {"key": -np.expm1(log_decay), "log_decay": log_decay}
 
 
+def exponential_gates(rng, sizes):
+    """Logarithms of input gates and of forget gates; some forget gates are above 1."""
+    return {
+        "log_input_gate": rng.normal(size=tokens(sizes)),
+        "log_forget_gate": rng.uniform(-1, 0.1, size=tokens(sizes)),
+    }
+
+
 def strengths(rng, sizes):
     """Strengths `beta` for keys whose length is about the square root of their size."""
     return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
@@ -176,6 +184,7 @@ FUNCTIONS = {
         decays=frozenset({"log_decay"}),
     ),
     "hgrn2": Recurrent(arguments=forget_gates, decays=frozenset({"log_decay"})),
+    "mlstm": Recurrent(arguments=exponential_gates, decays=frozenset({"log_forget_gate"})),
     "rwkv6": Recurrent(
         arguments=lambda rng, sizes: {
             "log_decay": -rng.uniform(0, 1, size=tokens(sizes, sizes.size)),

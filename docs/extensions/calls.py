@@ -38,6 +38,7 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     "block_sparse": {"block_mask": "lambda m, n: (n == 0) | (abs(m - n) <= 2)"},
     "gated_linear": {"log_decay": _DECAYS},
     "hgrn2": {"log_decay": _DECAYS, "key": "1 - jnp.exp(log_decay)"},
+    "mlstm": {"log_input_gate": _normal(1, "B, T, N"), "log_forget_gate": _DECAY},
     "mamba2": {
         "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N')})",
         "rate": "-jnp.ones(N)",

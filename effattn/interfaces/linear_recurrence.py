@@ -33,6 +33,8 @@ class Terms(NamedTuple):
       removed: `(*B, L, K, F)`, the a of the delta form; if None and `recalled` is given, a is the
         key.
       recalled: `(*B, L, K, F)`, the b of the delta form; None for a plain recurrence.
+      least: `(*B, L, V)`, above 0: a normalised recurrence divides by the absolute value of the sum
+        of the weights, or by `least` if that is more.
     """
 
     query: jax.Array
@@ -42,6 +44,7 @@ class Terms(NamedTuple):
     bonus: jax.Array | None = None
     removed: jax.Array | None = None
     recalled: jax.Array | None = None
+    least: jax.Array | None = None
 
 
 class Config(NamedTuple):
@@ -52,7 +55,7 @@ class Config(NamedTuple):
         It computes each token independently, and may not close over arrays. The backward pass
         calls it again, so its intermediate results are not saved.
       dtype: dtype of the output.
-      normalized: divide the output by the sum of the weights.
+      normalized: divide the output by the sum of the weights (see also `Terms.least`).
       precision: precision of the matrix products.
       chunk: most tokens in a chunk; device kernels have fixed chunk sizes.
       implementations: the result of `effattn.dispatch.choose`.
@@ -128,6 +131,17 @@ def _normalize_jvp(primals, tangents):
 def _reciprocal(x: jax.Array) -> jax.Array:
     usable = jnp.abs(x) >= jnp.finfo(x.dtype).tiny
     return jnp.where(usable, 1 / jnp.where(usable, x, 1), 0)
+
+
+def divided(config: Config, output: jax.Array, least: jax.Array | None) -> jax.Array:
+    """The outputs `(*B, L, N, D)`, normalised if the recurrence is; `least` as in `Terms`."""
+    if not config.normalized:
+        return output
+    if least is not None:
+        least = jnp.repeat(least, output.shape[-2] // least.shape[-1], -1)[..., None]
+        normaliser = jnp.maximum(jnp.abs(output[..., -1:]), least)
+        output = jnp.concatenate([output[..., :-1], normaliser], -1)
+    return normalize(output)
 
 
 def append_one(value: jax.Array) -> jax.Array:

@@ -43,6 +43,7 @@ from effattn.nn.lstm import LSTM
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
+from effattn.nn.mlstm import MLSTM
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pipelined import PipelinedLM
 from effattn.nn.placement import placed, shardings
@@ -105,6 +106,7 @@ __all__ = [
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
+    "MLSTM",
     "Mamba",
     "Mamba2",
     "MixtureOfExperts",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.interfaces.linear_recurrence import clear, masked_terms, normalize
+from effattn.interfaces.linear_recurrence import clear, divided, masked_terms
 from effattn.xla.recurrent_chunks import mapped, run_chunks
 
 
@@ -68,7 +68,7 @@ def run_block(config, chunk, parameters, state, queries, keys, tokens):
     rows = math.prod(output.shape[time + 2 : -1])
     output = output.reshape(*batch, chunks * chunk, rows, output.shape[-1])
     output = lax.slice_in_dim(output, 0, length, axis=time)
-    output = normalize(output) if config.normalized else output
+    output = divided(config, output, terms.least)
     return after.reshape(state.shape), clear(output, tokens.query_mask)
 
 

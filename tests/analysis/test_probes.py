@@ -78,6 +78,7 @@ GATED = (
     "retention",
     "gated_linear",
     "hgrn2",
+    "mlstm",
     "mamba",
     "mamba2",
     "delta_net",

@@ -28,6 +28,7 @@ STATES = {
     "retention": {},
     "gated_linear": {},
     "hgrn2": {},
+    "mlstm": {"forget_gate": "exp"},
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4},
     "delta_net": {},

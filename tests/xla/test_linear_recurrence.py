@@ -42,7 +42,7 @@ def walk(state, bonus, inputs):
 
 def token_by_token(terms, state, tokens=ALL, normalized=False):
     """The formulas of the core's docstring, token by token, for terms `(B, L, heads, ...)`."""
-    query, key, value, log_decay, bonus, removed, recalled = terms
+    query, key, value, log_decay, bonus, removed, recalled, least = terms
     heads = max(query.shape[-2], value.shape[-2])
     if normalized:
         value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)
@@ -75,8 +75,12 @@ def token_by_token(terms, state, tokens=ALL, normalized=False):
         bonus = jnp.repeat(bonus, heads // len(bonus), 0)
     state, output = walk(jnp.repeat(state, heads // value_heads, 1), bonus, inputs)
     if normalized:
-        empty = output[..., -1:] == 0
-        output = jnp.where(empty, 0, output[..., :-1]) / jnp.where(empty, 1, output[..., -1:])
+        normaliser = output[..., -1:]
+        if least is not None:
+            least = jnp.moveaxis(jnp.repeat(least, heads // value_heads, -1), 1, 0)
+            normaliser = jnp.maximum(jnp.abs(normaliser), least[..., None])
+        empty = normaliser == 0
+        output = jnp.where(empty, 0, output[..., :-1]) / jnp.where(empty, 1, normaliser)
     return jnp.moveaxis(output, 0, 1), state[:, :: heads // value_heads]
 
 
@@ -165,6 +169,18 @@ def test_agrees_with_one_token_at_a_time(length, normalized):
     with jax.enable_x64(True):
         terms = draw_terms(length)
         both(terms, draw_state(terms, normalized), normalized=normalized)
+
+
+def test_a_bounded_normaliser_agrees_with_one_token_at_a_time():
+    """Some normalisers are below their bound; the bound has a gradient too."""
+    with jax.enable_x64(True):
+        terms = draw_terms(5, "token")
+        rng = np.random.default_rng(2)
+        terms = terms._replace(
+            query=rng.normal(size=terms.query.shape),
+            least=rng.uniform(0.1, 2, terms.value.shape[:-1]),
+        )
+        both(terms, draw_state(terms, True), normalized=True)
 
 
 SHARE_A_KEY_HEAD = ("head", "plain"), ("token", "delta"), ("none", "own")
