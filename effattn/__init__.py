@@ -52,6 +52,7 @@ from effattn.functional.lsh import lsh_attention, lsh_rotations  # isort: skip
 from effattn.functional.routing import routing_attention  # isort: skip
 from effattn.functional.fnet import fourier_mixing  # isort: skip
 from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
+from effattn.functional.rg_lru import rg_lru  # isort: skip
 from effattn.functional.attention_free import attention_free  # isort: skip
 import effattn.functional.aft_full  # isort: skip
 import effattn.functional.aft_simple  # isort: skip
@@ -135,6 +136,7 @@ __all__ = [
     "random_feature_attention",
     "registry",
     "retention",
+    "rg_lru",
     "rwkv4_mixing",
     "routing_attention",
     "rwkv6_attention",

@@ -277,6 +277,7 @@ MIXERS = {
         variants={"": {}, "ortho": {"norm": "ortho"}},
     ),
     "rwkv4": Case(mix=mixes.rwkv4),
+    "rg_lru": Case(mix=mixes.rg_lru),
     "aft_full": Case(
         mix=mixes.attention_free("aft_full", mixes.factors),
         variants={"": AFT},

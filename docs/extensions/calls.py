@@ -84,6 +84,12 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "decay": "jnp.ones(D)",
         "bonus": "jnp.zeros(D)",
     },
+    "rg_lru": {
+        "x": _normal(0, "B, T, D"),
+        "recurrence_gate": f"jax.nn.sigmoid({_normal(1, 'B, T, D')})",
+        "input_gate": f"jax.nn.sigmoid({_normal(2, 'B, T, D')})",
+        "log_decay": "jnp.full(D, -0.01)",
+    },
     "aft_full": {"position_bias": f"tuple({_normal(1, '2, T, 32')} / 8)"},
     "aft_local": {
         "position_bias": f"tuple({_normal(1, '2, T, 32')} / 8)",

@@ -35,6 +35,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "rwkv7_attention",
                 "selective_scan",
                 "s4_convolution",
+                "rg_lru",
                 "rwkv4_mixing",
                 "attention_free",
                 "DilatedConvolution",

@@ -53,6 +53,7 @@ from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.recurrent_memory import RecurrentMemoryAttention
 from effattn.nn.retention import RetNet
 from effattn.nn.reversible import ReversibleStack
+from effattn.nn.rg_lru import RGLRU
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import Centroids, RoutingSelfAttention
 from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
@@ -113,6 +114,7 @@ __all__ = [
     "MixtureOfMechanisms",
     "PerformerSelfAttention",
     "PipelinedLM",
+    "RGLRU",
     "RWKV4",
     "RWKV4ChannelMix",
     "RWKV6",

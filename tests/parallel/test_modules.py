@@ -34,6 +34,7 @@ STATES = {
     "delta_net": {},
     "gated_delta_net": {},
     "rwkv4": {},
+    "rg_lru": {},
     "rwkv6": {},
     "rwkv7": {},
     "aft_simple": {},
