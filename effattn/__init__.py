@@ -33,6 +33,7 @@ from effattn.functional.mamba import selective_scan  # isort: skip
 from effattn.functional.delta_net import delta_rule_attention  # isort: skip
 import effattn.functional.gated_delta_net  # isort: skip
 import effattn.functional.hgrn2  # isort: skip
+from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  # isort: skip
 from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
@@ -93,6 +94,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockLayout",
+    "GatedSlotState",
     "MLSTMState",
     "PerformerState",
     "additive_attention",
@@ -112,6 +114,7 @@ __all__ = [
     "factorized_synthesizer_attention",
     "fourier_mixing",
     "gated_linear_attention",
+    "gated_slot_attention",
     "hedgehog_attention",
     "hierarchical_attention",
     "hyena_convolution",

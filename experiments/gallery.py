@@ -115,6 +115,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "gated_linear": {"log_decay": FORGETS},
     "hgrn2": {"log_decay": FORGETS_ALIKE, "key": -np.expm1(FORGETS_ALIKE)},
     "mlstm": {"log_input_gate": np.zeros((LENGTH, 1), np.float32), "log_forget_gate": FORGETS},
+    "gated_slot": {"log_decay": FORGETS_ALIKE},
     # One-hot values have LENGTH features.
     "mamba": {
         "step_size": np.full((LENGTH, 1, LENGTH), 0.05, np.float32),

@@ -185,6 +185,12 @@ FUNCTIONS = {
     ),
     "hgrn2": Recurrent(arguments=forget_gates, decays=frozenset({"log_decay"})),
     "mlstm": Recurrent(arguments=exponential_gates, decays=frozenset({"log_forget_gate"})),
+    "gated_slot": Recurrent(
+        arguments=lambda rng, sizes: {"log_decay": -rng.uniform(0, 1, size=tokens(sizes, 3))},
+        decays=frozenset({"log_decay"}),
+        module={"num_slots": 3},
+        tuning={"chunk_size": 2},
+    ),
     "rwkv6": Recurrent(
         arguments=lambda rng, sizes: {
             "log_decay": -rng.uniform(0, 1, size=tokens(sizes, sizes.size)),

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from effattn import dispatch
 
-# Tokens in a chunk. A decay per feature needs one matrix product per halving of the chunk, so its
-# chunks are shorter.
+# Tokens in a chunk. A decay per feature or value needs one matrix product per halving of the chunk,
+# so its chunks are shorter.
 CHUNK, CHUNK_BY_FEATURE = 64, 32
 
 
@@ -35,6 +35,8 @@ class Terms(NamedTuple):
       recalled: `(*B, L, K, F)`, the b of the delta form; None for a plain recurrence.
       least: `(*B, L, V)`, above 0: a normalised recurrence divides by the absolute value of the sum
         of the weights, or by `least` if that is more.
+      value_log_decay: `(*B, L, V, D)`, log decay of each column of the state, 0 or less; for a
+        plain recurrence without another decay and without a normaliser.
     """
 
     query: jax.Array
@@ -45,6 +47,7 @@ class Terms(NamedTuple):
     removed: jax.Array | None = None
     recalled: jax.Array | None = None
     least: jax.Array | None = None
+    value_log_decay: jax.Array | None = None
 
 
 class Config(NamedTuple):
@@ -107,7 +110,7 @@ def own_chunk(terms: Terms) -> int:
     """Default number of tokens in a chunk."""
     decay = terms.log_decay
     by_feature = decay is not None and decay.ndim == terms.key.ndim
-    return CHUNK_BY_FEATURE if by_feature else CHUNK
+    return CHUNK_BY_FEATURE if by_feature or terms.value_log_decay is not None else CHUNK
 
 
 @jax.custom_jvp
@@ -182,6 +185,5 @@ def masked_terms(
         if log_decay.ndim > 1:
             log_decay = clear(log_decay, tokens.key_mask)
         terms = terms._replace(log_decay=log_decay)
-    return terms._replace(
-        key=clear(terms.key, tokens.key_mask), removed=clear(terms.removed, tokens.key_mask)
-    )
+    of_keys = {name: getattr(terms, name) for name in ("key", "removed", "value_log_decay")}
+    return terms._replace(**clear(of_keys, tokens.key_mask))

@@ -28,6 +28,7 @@ from effattn.nn.feed_forward import ChunkedFeedForward, FeedForward, SwiGLU
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_delta_net import GatedDeltaNet
 from effattn.nn.gated_linear import GatedLinearAttention
+from effattn.nn.gated_slot import GatedSlotAttention
 from effattn.nn.gmlp import GatedMLP
 from effattn.nn.gru import GRU
 from effattn.nn.hedgehog import HedgehogSelfAttention
@@ -96,6 +97,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedMLP",
+    "GatedSlotAttention",
     "HGRN2",
     "HedgehogSelfAttention",
     "HybridHeads",

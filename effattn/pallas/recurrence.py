@@ -138,6 +138,8 @@ def refusal(config: Config, x: Inputs) -> str | None:
     features, values = x.state.shape[-2:]
     if terms.removed is not None:
         return "takes the delta form that removes at the key, not at a separate removal key"
+    if terms.value_log_decay is not None:
+        return "takes decays of heads and of features, not of values"
     if terms.recalled is not None and terms.bonus is not None:
         return "takes the delta form without a bonus"
     if x.state.dtype != jnp.float32:

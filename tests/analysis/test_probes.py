@@ -79,6 +79,7 @@ GATED = (
     "gated_linear",
     "hgrn2",
     "mlstm",
+    "gated_slot",
     "mamba",
     "mamba2",
     "delta_net",

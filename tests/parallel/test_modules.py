@@ -29,6 +29,7 @@ STATES = {
     "gated_linear": {},
     "hgrn2": {},
     "mlstm": {"forget_gate": "exp"},
+    "gated_slot": {"num_slots": 3},
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4},
     "delta_net": {},
