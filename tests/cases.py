@@ -309,6 +309,7 @@ MIXERS = {
     "synthesizer_mixture": synthesizer(hidden_features=3),
     "gmlp": Case(mix=mixes.gmlp, variants={"": {"max_length": 16}}),
     "lstm": Case(),
+    "slstm": Case(variants={"": {}, "exp": {"forget_gate": "exp"}}),
     "gru": Case(),
     "convolution": Case(
         variants={"": {"width": 3, "dilation": 2}, "wide": {"width": 4, "dilation": 5}}

@@ -42,6 +42,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "DilatedConvolution",
                 "GRU",
                 "LSTM",
+                "SLSTM",
                 "RWKV4ChannelMix",
                 "RecurrentMemoryAttention",
                 "ShortConvolution",

@@ -64,6 +64,7 @@ from effattn.nn.s4 import S4
 from effattn.nn.s4d import S4D
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.short_convolution import ShortConvolution
+from effattn.nn.slstm import SLSTM
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.transformer import Transformer, TransformerState
 
@@ -130,6 +131,7 @@ __all__ = [
     "RoutingStats",
     "S4",
     "S4D",
+    "SLSTM",
     "SelfAttention",
     "ShortConvolution",
     "SwiGLU",

@@ -42,6 +42,7 @@ STATES = {
     "s4d": {"state_size": 4},
     "convolution": {"width": 4, "dilation": 2},
     "lstm": {},
+    "slstm": {},
     "gru": {},
     "recurrent_memory": {"segment_size": 4, "num_slots": 2, "rotary": ROTARY},
 }
@@ -176,7 +177,7 @@ def test_layers_that_read_the_last_tokens(build):
     assert_close(found[1], right[1], 1e-4)
 
 
-@pytest.mark.parametrize("name", slow_but_for(["lstm"], ["lstm", "gru"]))
+@pytest.mark.parametrize("name", slow_but_for(["lstm"], ["lstm", "slstm", "gru"]))
 @pytest.mark.parametrize("padding", [{"segment_ids": IDS}, {"lengths": LENGTHS}], ids=str)
 def test_cells_in_both_directions(name, padding):
     check(name, parallel.pass_states, {"is_causal": False}, **padding)
