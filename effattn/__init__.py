@@ -36,6 +36,9 @@ import effattn.functional.gated_delta_net  # isort: skip
 from effattn.functional.delta_product import delta_product_attention  # isort: skip
 import effattn.functional.kimi_delta  # isort: skip
 from effattn.functional.gated_delta_net_2 import gated_delta_rule_2_attention  # isort: skip
+import effattn.functional.hgrn2  # isort: skip
+from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  # isort: skip
+from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -54,6 +57,7 @@ from effattn.functional.lsh import lsh_attention, lsh_rotations  # isort: skip
 from effattn.functional.routing import routing_attention  # isort: skip
 from effattn.functional.fnet import fourier_mixing  # isort: skip
 from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
+from effattn.functional.rg_lru import rg_lru  # isort: skip
 from effattn.functional.attention_free import attention_free  # isort: skip
 import effattn.functional.aft_full  # isort: skip
 import effattn.functional.aft_simple  # isort: skip
@@ -71,6 +75,7 @@ import effattn.functional.bidirectional  # isort: skip
 import effattn.functional.convolution_attention  # isort: skip
 import effattn.functional.recurrent_memory  # isort: skip
 import effattn.functional.lstm  # isort: skip
+import effattn.functional.slstm  # isort: skip
 import effattn.functional.gru  # isort: skip
 import effattn.functional.convolution  # isort: skip
 import effattn.llvm  # isort: skip
@@ -95,6 +100,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockLayout",
+    "GatedSlotState",
+    "MLSTMState",
     "PerformerState",
     "additive_attention",
     "advise",
@@ -116,6 +123,7 @@ __all__ = [
     "fourier_mixing",
     "gated_delta_rule_2_attention",
     "gated_linear_attention",
+    "gated_slot_attention",
     "hedgehog_attention",
     "hierarchical_attention",
     "hyena_convolution",
@@ -125,6 +133,7 @@ __all__ = [
     "longformer_attention",
     "lsh_attention",
     "lsh_rotations",
+    "mlstm_attention",
     "naive",
     "nn",
     "nystrom_attention",
@@ -139,6 +148,7 @@ __all__ = [
     "random_feature_attention",
     "registry",
     "retention",
+    "rg_lru",
     "rwkv4_mixing",
     "routing_attention",
     "rwkv6_attention",

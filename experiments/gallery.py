@@ -113,6 +113,9 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "hierarchical": {"segment_size": 4, "num_levels": 4, "num_summaries": 1, "key": RISING},
     "additive": {"query_kernel": KERNEL, "key_kernel": KERNEL, "score": 4 * KERNEL[:, 0]},
     "gated_linear": {"log_decay": FORGETS},
+    "hgrn2": {"log_decay": FORGETS_ALIKE, "key": -np.expm1(FORGETS_ALIKE)},
+    "mlstm": {"log_input_gate": np.zeros((LENGTH, 1), np.float32), "log_forget_gate": FORGETS},
+    "gated_slot": {"log_decay": FORGETS_ALIKE},
     # One-hot values have LENGTH features.
     "mamba": {
         "step_size": np.full((LENGTH, 1, LENGTH), 0.05, np.float32),

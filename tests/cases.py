@@ -70,6 +70,20 @@ def after_tokens(rng, shape):
     return np.einsum("...sf,...sd->...fd", features, values)
 
 
+def forget_gates(rng, sizes):
+    """Log decays of a forget gate, and the keys that are tied to it."""
+    log_decay = -rng.uniform(0, 1, size=tokens(sizes, sizes.size))
+    return {"key": -np.expm1(log_decay), "log_decay": log_decay}
+
+
+def exponential_gates(rng, sizes):
+    """Logarithms of input gates and of forget gates; some forget gates are above 1."""
+    return {
+        "log_input_gate": rng.normal(size=tokens(sizes)),
+        "log_forget_gate": rng.uniform(-1, 0.1, size=tokens(sizes)),
+    }
+
+
 def strengths(rng, sizes):
     """Strengths `beta` for keys whose length is about the square root of their size."""
     return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
@@ -210,6 +224,14 @@ FUNCTIONS = {
         },
         decays=frozenset({"log_decay"}),
     ),
+    "hgrn2": Recurrent(arguments=forget_gates, decays=frozenset({"log_decay"})),
+    "mlstm": Recurrent(arguments=exponential_gates, decays=frozenset({"log_forget_gate"})),
+    "gated_slot": Recurrent(
+        arguments=lambda rng, sizes: {"log_decay": -rng.uniform(0, 1, size=tokens(sizes, 3))},
+        decays=frozenset({"log_decay"}),
+        module={"num_slots": 3},
+        tuning={"chunk_size": 2},
+    ),
     "rwkv6": Recurrent(
         arguments=lambda rng, sizes: {
             "log_decay": -rng.uniform(0, 1, size=tokens(sizes, sizes.size)),
@@ -317,6 +339,7 @@ MIXERS = {
         variants={"": {}, "ortho": {"norm": "ortho"}},
     ),
     "rwkv4": Case(mix=mixes.rwkv4),
+    "rg_lru": Case(mix=mixes.rg_lru),
     "aft_full": Case(
         mix=mixes.attention_free("aft_full", mixes.factors),
         variants={"": AFT},
@@ -342,6 +365,7 @@ MIXERS = {
     "synthesizer_mixture": synthesizer(hidden_features=3),
     "gmlp": Case(mix=mixes.gmlp, variants={"": {"max_length": 16}}),
     "lstm": Case(),
+    "slstm": Case(variants={"": {}, "exp": {"forget_gate": "exp"}}),
     "gru": Case(),
     "convolution": Case(
         variants={"": {"width": 3, "dilation": 2}, "wide": {"width": 4, "dilation": 5}}

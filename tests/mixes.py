@@ -124,6 +124,28 @@ def rwkv4(mixer, x):
     return (jax.nn.sigmoid(r) * average) @ mixer.out.kernel[...]
 
 
+def rg_lru(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    projected = (x @ mixer.project.kernel[...] + mixer.project.bias[...]).astype(wide)
+    taps, width = mixer.convolution.taps[...].astype(wide), mixer.convolution.width
+    padded = jnp.pad(projected, ((width - 1, 0), (0, 0)))
+    u = sum(taps[j] * padded[j : j + len(x)] for j in range(width))
+    u = (u + mixer.convolution.bias[...].astype(wide)).astype(x.dtype)
+
+    def gate(weights, bias):
+        blocks = zip(jnp.split(u, mixer.num_heads, 1), weights[...], bias[...], strict=True)
+        return jax.nn.sigmoid(jnp.concatenate([part @ w + b for part, w, b in blocks], 1))
+
+    (h,) = naive("rg_lru")(
+        u[None],
+        gate(mixer.recurrence_gate, mixer.recurrence_bias)[None],
+        gate(mixer.input_gate, mixer.input_bias)[None],
+        log_decay=-jax.nn.softplus(mixer.rate[...].astype(wide)),
+    )
+    opened = jax.nn.gelu(x @ mixer.gate.kernel[...] + mixer.gate.bias[...])
+    return (opened * h) @ mixer.out.kernel[...] + mixer.out.bias[...]
+
+
 def s4d(mixer, x):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     output_real, output_imag = mixer.output[...].astype(wide)

@@ -38,6 +38,9 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "block_sparse": {"block_mask": "lambda m, n: (n == 0) | (abs(m - n) <= 2)"},
     "gated_linear": {"log_decay": _DECAYS},
+    "hgrn2": {"log_decay": _DECAYS, "key": "1 - jnp.exp(log_decay)"},
+    "mlstm": {"log_input_gate": _normal(1, "B, T, N"), "log_forget_gate": _DECAY},
+    "gated_slot": {"log_decay": f"jax.nn.log_sigmoid({_normal(1, 'B, T, N, 64')}) / 8"},
     "mamba2": {
         "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N')})",
         "rate": "-jnp.ones(N)",
@@ -96,6 +99,12 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "value": _normal(1, "B, T, D"),
         "decay": "jnp.ones(D)",
         "bonus": "jnp.zeros(D)",
+    },
+    "rg_lru": {
+        "x": _normal(0, "B, T, D"),
+        "recurrence_gate": f"jax.nn.sigmoid({_normal(1, 'B, T, D')})",
+        "input_gate": f"jax.nn.sigmoid({_normal(2, 'B, T, D')})",
+        "log_decay": "jnp.full(D, -0.01)",
     },
     "aft_full": {"position_bias": f"tuple({_normal(1, '2, T, 32')} / 8)"},
     "aft_local": {

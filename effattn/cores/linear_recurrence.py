@@ -6,7 +6,8 @@ For one head, with queries q_t and keys k_t of F features and values v_t of D:
     y_t = S_t^T q_t        or, with a bonus u,   (S_(t-1) + diag(u) k_t v_t^T)^T q_t
 
 The log decay w_t <= 0 is absent, one number per head, one number per head and token, or F numbers
-per head and token. The delta form also removes the state's content in one direction:
+per head and token. In place of the rows of the state, its columns may decay, by D numbers per head
+and token. The delta form also removes the state's content in one direction:
 
     S_t = (diag(exp w_t) - a_t b_t^T) S_(t-1) + k_t v_t^T
 
@@ -70,6 +71,8 @@ def signature(config: Config, x: Inputs) -> str:
     if terms.log_decay is not None:
         by = {1: "head", terms.value.ndim - 1: "token"}.get(terms.log_decay.ndim, "feature")
         about.append(f"decay by {by}")
+    if terms.value_log_decay is not None:
+        about.append("decay by value")
     optional = "bonus", "removed", "recalled"
     about += [name for name in optional if getattr(terms, name) is not None]
     about += [name for name in ("normalized", "precision") if getattr(config, name)]

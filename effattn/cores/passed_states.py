@@ -168,6 +168,8 @@ def _transition(core, config, x, none):
     if terms.log_decay is not None:
         total = jnp.exp(terms.log_decay.sum(axis))
         total = total[..., None] if total.ndim == axis + 2 else total[..., None, None]
+    if terms.value_log_decay is not None:
+        total = jnp.exp(terms.value_log_decay.sum(axis))[..., None, :]
     return mesh_axes.vary_like(none, _reset(total, x.tokens)), jnp.multiply
 
 

@@ -188,7 +188,9 @@ def check_scale(value: Any, query: jax.Array) -> jax.Array:
         )
     if value is not None:
         checks.finite("scale", value)
-    return scale
+    # Integers have no gradient, and parameters of the core do.
+    is_float = jnp.issubdtype(scale.dtype, jnp.floating)
+    return scale if is_float else scale.astype(sum_dtype(query))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Running maxima of tokens, also within packed documents; without gradients."""
+"""Running maxima of tokens, also decaying or within packed documents; without gradients."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import dtypes
+from effattn.cores import passed_states, sequence_parts
 from effattn.xla.linear_scan import max_plus_scan
 
 
@@ -22,6 +23,41 @@ def running_maxima(
     else:
         after = _maxima_since(x, starts)
     return jnp.concatenate([first, after], -2)[..., :-1, :], after
+
+
+def decaying_maxima(
+    first: jax.Array, change: jax.Array, x: jax.Array, starts: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The maxima m_t = max(change_t + m_(t-1), x_t), before and after each token `(*B, S, K)`.
+
+    m_0 is `first (*B, K)`. At `starts (*B, S)`, m_t is x_t.
+    """
+    if starts is not None:
+        change = jnp.where(starts[..., None], dtypes.lowest(change.dtype), change)
+    change, x = (jnp.moveaxis(a, -2, 0)[None] for a in (change, x))
+    (after,) = max_plus_scan(change, x, first[None])
+    after = jnp.moveaxis(after, 0, -2)
+    return jnp.concatenate([first[..., None, :], after], -2)[..., :-1, :], after
+
+
+def maximum_of_parts(
+    name: str, first: jax.Array, change: jax.Array, x: jax.Array, starts: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The decaying maximum before this device's part of the sequence, and after the whole sequence.
+
+    The arguments after `name`, that of the function for messages, are those of `decaying_maxima`.
+    Outside of `sequence_parts.along`, the results are `first` and None.
+    """
+    parts = sequence_parts.taken(name, "pass_states")
+    if parts is None:
+        return first, None
+    lowest = dtypes.lowest(x.dtype)
+    _, own = decaying_maxima(jnp.full_like(first, lowest), change, x, starts)
+    total = change.sum(-2)
+    if starts is not None:
+        total = jnp.where(starts.any(-1)[..., None], lowest, total)
+    pair = total, own[..., -1, :]
+    return passed_states.chained(parts, pair, first, lambda m, p: jnp.maximum(p[0] + m, p[1]))
 
 
 def _maxima_since(x, starts, reverse=False):

@@ -36,7 +36,8 @@ def gated_linear_attention(
 
     Always causal, without a normaliser. Time O(T (C (H + Hv) + H Hv)) for chunks of C tokens,
     memory O(T), state H x Hv numbers a key head. One decay for each token and head is faster than
-    one for each feature.
+    one for each feature. With the key 1 - exp(log_decay) this is HGRN2 (Qin et al. 2024, "HGRN2:
+    Gated Linear RNNs with State Expansion").
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from effattn import dispatch
 
-# Tokens in a chunk. A decay per feature needs one matrix product per halving of the chunk, so its
-# chunks are shorter.
+# Tokens in a chunk. A decay per feature or value needs one matrix product per halving of the chunk,
+# so its chunks are shorter.
 CHUNK, CHUNK_BY_FEATURE = 64, 32
 
 
@@ -33,6 +33,10 @@ class Terms(NamedTuple):
       removed: `(*B, L, K, F)`, the a of the delta form; if None and `recalled` is given, a is the
         key.
       recalled: `(*B, L, K, F)`, the b of the delta form; None for a plain recurrence.
+      least: `(*B, L, V)`, above 0: a normalised recurrence divides by the absolute value of the sum
+        of the weights, or by `least` if that is more.
+      value_log_decay: `(*B, L, V, D)`, log decay of each column of the state, 0 or less; for a
+        plain recurrence without another decay and without a normaliser.
     """
 
     query: jax.Array
@@ -42,6 +46,8 @@ class Terms(NamedTuple):
     bonus: jax.Array | None = None
     removed: jax.Array | None = None
     recalled: jax.Array | None = None
+    least: jax.Array | None = None
+    value_log_decay: jax.Array | None = None
 
 
 class Config(NamedTuple):
@@ -52,7 +58,7 @@ class Config(NamedTuple):
         It computes each token independently, and may not close over arrays. The backward pass
         calls it again, so its intermediate results are not saved.
       dtype: dtype of the output.
-      normalized: divide the output by the sum of the weights.
+      normalized: divide the output by the sum of the weights (see also `Terms.least`).
       precision: precision of the matrix products.
       chunk: most tokens in a chunk; device kernels have fixed chunk sizes.
       implementations: the result of `effattn.dispatch.choose`.
@@ -104,7 +110,7 @@ def own_chunk(terms: Terms) -> int:
     """Default number of tokens in a chunk."""
     decay = terms.log_decay
     by_feature = decay is not None and decay.ndim == terms.key.ndim
-    return CHUNK_BY_FEATURE if by_feature else CHUNK
+    return CHUNK_BY_FEATURE if by_feature or terms.value_log_decay is not None else CHUNK
 
 
 @jax.custom_jvp
@@ -128,6 +134,17 @@ def _normalize_jvp(primals, tangents):
 def _reciprocal(x: jax.Array) -> jax.Array:
     usable = jnp.abs(x) >= jnp.finfo(x.dtype).tiny
     return jnp.where(usable, 1 / jnp.where(usable, x, 1), 0)
+
+
+def divided(config: Config, output: jax.Array, least: jax.Array | None) -> jax.Array:
+    """The outputs `(*B, L, N, D)`, normalised if the recurrence is; `least` as in `Terms`."""
+    if not config.normalized:
+        return output
+    if least is not None:
+        least = jnp.repeat(least, output.shape[-2] // least.shape[-1], -1)[..., None]
+        normaliser = jnp.maximum(jnp.abs(output[..., -1:]), least)
+        output = jnp.concatenate([output[..., :-1], normaliser], -1)
+    return normalize(output)
 
 
 def append_one(value: jax.Array) -> jax.Array:
@@ -168,6 +185,5 @@ def masked_terms(
         if log_decay.ndim > 1:
             log_decay = clear(log_decay, tokens.key_mask)
         terms = terms._replace(log_decay=log_decay)
-    return terms._replace(
-        key=clear(terms.key, tokens.key_mask), removed=clear(terms.removed, tokens.key_mask)
-    )
+    of_keys = {name: getattr(terms, name) for name in ("key", "removed", "value_log_decay")}
+    return terms._replace(**clear(of_keys, tokens.key_mask))

@@ -36,7 +36,7 @@ def over_tokens(
       per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an
         array of that many axes is for all heads.
       heads: False if the inputs have no axis of heads.
-      empty: `(**inputs of one token, as zeros, **own arguments of one head) -> state`; the default
+      empty: `(**arrays of one token, as zeros, **own arguments of one head) -> state`; the default
         is zeros `(H, Hv)`.
       made_by_head: `(**given) -> arguments by name`: the arrays of `per_head`, for all heads, that
         the function makes if the caller gives none. It reads shapes and dtypes of the inputs alone.
@@ -76,9 +76,7 @@ def over_tokens(
                     lifting.widened(x, *arrays), valid if name == inputs[0] else present
                 )
             own_arrays = lifting.widened({**static, **mapped}, *arrays)
-            no_token = {
-                n: jnp.zeros_like(of_tokens[n], shape=of_tokens[n].shape[1:]) for n in inputs
-            }
+            no_token = {n: jnp.zeros_like(x, shape=x.shape[1:]) for n, x in of_tokens.items()}
             first = (empty or zeros)(**no_token, **own_arrays)
             start = first if initial_state is None else initial_state
             start = jax.tree.map(lambda x, like: x.astype(like.dtype), start, first)

@@ -34,9 +34,11 @@ from effattn.nn.forgetting import ForgettingAttention
 from effattn.nn.gated_delta_net import GatedDeltaNet
 from effattn.nn.gated_delta_net_2 import GatedDeltaNet2
 from effattn.nn.gated_linear import GatedLinearAttention
+from effattn.nn.gated_slot import GatedSlotAttention
 from effattn.nn.gmlp import GatedMLP
 from effattn.nn.gru import GRU
 from effattn.nn.hedgehog import HedgehogSelfAttention
+from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.kimi_delta import KimiDeltaAttention
@@ -49,6 +51,7 @@ from effattn.nn.lstm import LSTM
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
+from effattn.nn.mlstm import MLSTM
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pipelined import PipelinedLM
 from effattn.nn.placement import placed, shardings
@@ -59,6 +62,7 @@ from effattn.nn.recurrent_memory import RecurrentMemoryAttention
 from effattn.nn.relative_bias import RelativePositionBias
 from effattn.nn.retention import RetNet
 from effattn.nn.reversible import ReversibleStack
+from effattn.nn.rg_lru import RGLRU
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import Centroids, RoutingSelfAttention
 from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
@@ -68,6 +72,7 @@ from effattn.nn.s4 import S4
 from effattn.nn.s4d import S4D
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.short_convolution import ShortConvolution
+from effattn.nn.slstm import SLSTM
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.transformer import Transformer, TransformerState
 
@@ -105,6 +110,8 @@ __all__ = [
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedMLP",
+    "GatedSlotAttention",
+    "HGRN2",
     "HedgehogSelfAttention",
     "HybridHeads",
     "HybridState",
@@ -116,12 +123,14 @@ __all__ = [
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
+    "MLSTM",
     "Mamba",
     "Mamba2",
     "MixtureOfExperts",
     "MixtureOfMechanisms",
     "PerformerSelfAttention",
     "PipelinedLM",
+    "RGLRU",
     "RWKV4",
     "RWKV4ChannelMix",
     "RWKV6",
@@ -136,6 +145,7 @@ __all__ = [
     "RoutingStats",
     "S4",
     "S4D",
+    "SLSTM",
     "SelfAttention",
     "ShortConvolution",
     "SwiGLU",

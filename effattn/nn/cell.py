@@ -30,7 +30,7 @@ def cell(make: Callable[..., Any], features: int, **options: Any) -> Any:
 
 
 class CellMixer(RecurrentMixer):
-    """Base class of `LSTM` and `GRU`: carry, h_t = cell(carry, x_t), with a zero initial carry.
+    """Base class of `LSTM`, `GRU`, `SLSTM`: carry, h_t = cell(carry, x_t), from a zero carry.
 
     With `is_causal=False` a second cell reads the tokens from the last to the first, and the output
     is `[h_t, h'_t] W_out`.
@@ -46,11 +46,15 @@ class CellMixer(RecurrentMixer):
         **options: Unpack[Mixing],
     ):
         super().__init__(in_features, **options)
-        size, numbers = self.in_features, Layers(**options).numbers
-        self.cell = cell(type(self)._cell, size, kernel_init=kernel_init, **numbers)
+        self.cell = self._make_cell(kernel_init, options)
         if not self.is_causal:
-            self.backward = cell(type(self)._cell, size, kernel_init=kernel_init, **numbers)
+            self.backward = self._make_cell(kernel_init, options)
+            size = self.in_features
             self.out = Layers(kernel_init=kernel_init, **options).out(2 * size, size)
+
+    def _make_cell(self, kernel_init, options):
+        numbers = Layers(**options).numbers
+        return cell(type(self)._cell, self.in_features, kernel_init=kernel_init, **numbers)
 
     def _mix_all(self, x, lengths, segment_ids):
         forward = super()._mix_all(x, lengths, segment_ids)

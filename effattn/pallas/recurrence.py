@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.interfaces.linear_recurrence import Config, Inputs, clear, masked_terms, normalize
+from effattn.interfaces.linear_recurrence import Config, Inputs, clear, divided, masked_terms
 from effattn.pallas import partition, recurrence_delta
 from effattn.pallas.recurrence_delta import Chunks, Keys
 
@@ -116,11 +116,13 @@ class _Summed(NamedTuple):
       arrays: operands of the recurrence.
       own: `(B, T, heads, D)`, with a bonus: the part of the output from each query's own token.
       recalled: `(B, T, K, F)`, in the delta form: the keys b that read the state.
+      least: `(*B, T, V)`, least normalisers (see `effattn.interfaces.linear_recurrence.Terms`).
     """
 
     arrays: Arrays
     own: jax.Array | None = None
     recalled: jax.Array | None = None
+    least: jax.Array | None = None
 
     @property
     def keys(self) -> Keys:
@@ -136,6 +138,8 @@ def refusal(config: Config, x: Inputs) -> str | None:
     features, values = x.state.shape[-2:]
     if terms.removed is not None:
         return "takes the delta form that removes at the key, not at a separate removal key"
+    if terms.value_log_decay is not None:
+        return "takes decays of heads and of features, not of values"
     if terms.recalled is not None and terms.bonus is not None:
         return "takes the delta form without a bonus"
     if x.state.dtype != jnp.float32:
@@ -187,7 +191,7 @@ def forward(kernels: Kernels, config: Config, x: Inputs):
     how = How(precision_of(config, x), config.implementations.interpreted)
     summed = _summed(config, x, x.parameters, x.queries, x.keys)
     arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
-    output = _output(config, x, kernels.read(how, arrays, states), summed.own)
+    output = _output(config, x, kernels.read(how, arrays, states), summed.own, summed.least)
     return (output, _like_state(x, states[:, :, -1])), None
 
 
@@ -211,8 +215,8 @@ def backward(
     else:  # the gradient does not depend on the value of `read`
         shape = (*arrays.query.shape[:2], arrays.heads, x.state.shape[-1])
         read = jnp.zeros_like(arrays.query, shape=shape)
-    _, to_read = jax.vjp(functools.partial(_output, config, x), read, summed.own)
-    d_read, d_own = to_read(d_output)
+    _, to_read = jax.vjp(functools.partial(_output, config, x), read, summed.own, summed.least)
+    d_read, d_own, d_least = to_read(d_output)
     correction, d_state = None, _one_batch(d_state, 3)
     if summed.recalled is None:
         co_states = kernels.gradients_of_states(how, arrays, d_read, d_state)
@@ -234,7 +238,7 @@ def backward(
         if d_log_decay is not None:
             d_log_decay += correction.keys.log_decay
     d_arrays = Arrays(d_query, d_key, d_value, d_log_decay)
-    d_parameters, d_queries, d_keys = to_arguments(_Summed(d_arrays, d_own, d_recalled))
+    d_parameters, d_queries, d_keys = to_arguments(_Summed(d_arrays, d_own, d_recalled, d_least))
     return Inputs(
         parameters=d_parameters,
         state=_like_state(x, co_states[:, :, 0]),
@@ -293,9 +297,9 @@ def _summed(config, x, parameters, queries, keys) -> _Summed:
     if terms.recalled is not None:
         kept = None if starts is None else ~starts
         recalled = _one_batch(clear(terms.recalled, kept), 3)
-        return _Summed(Arrays(query, key, value, log_decay), recalled=recalled)
+        return _Summed(Arrays(query, key, value, log_decay), None, recalled, terms.least)
     if terms.bonus is None:
-        return _Summed(Arrays(query, key, value, log_decay))
+        return _Summed(Arrays(query, key, value, log_decay), least=terms.least)
     heads, (batch, length, key_heads, features) = query.shape[2], key.shape
     by_key = query.reshape(batch, length, key_heads, -1, features)
     weights = jnp.sum(by_key * (terms.bonus * key)[:, :, :, None], -1).reshape(*query.shape[:-1])
@@ -307,7 +311,7 @@ def _summed(config, x, parameters, queries, keys) -> _Summed:
         lambda x: jnp.pad(x, [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]), (key, value, log_decay)
     )
     query = jnp.pad(query, [(0, 0), (0, 1), (0, 0), (0, 0)])
-    return _Summed(Arrays(query, key, value, log_decay), own)
+    return _Summed(Arrays(query, key, value, log_decay), own, least=terms.least)
 
 
 def _repeated(x, heads):
@@ -326,12 +330,12 @@ def _like_state(x, state):
     return state[..., :features, :values].reshape(x.state.shape)
 
 
-def _output(config, x, read, own):
+def _output(config, x, read, own, least):
     """Returns the output `(*B, T, heads, D)` in its dtype, from `read` `(B, T, heads, D)`."""
     if own is not None:
         read = read[:, :-1] + own
     output = read.reshape(*x.state.shape[:-3], *read.shape[1:])
-    output = normalize(output) if config.normalized else output
+    output = divided(config, output, least)
     return clear(output, x.tokens.query_mask).astype(config.dtype)
 
 

@@ -17,9 +17,9 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
     S4D, one for each entry of the state; in the delta form it is a matrix F x F for each head, and
     the recurrence runs once more for it.
 
-    Where the next state is no linear function of the state (LSTM, GRU, recurrent memory), each
-    device waits for the state of the device before. This divides the memory and not the time, and
-    the backward pass runs the recurrence a second time.
+    Where the next state is no linear function of the state (LSTM, sLSTM, GRU, recurrent memory),
+    each device waits for the state of the device before. This divides the memory and not the time,
+    and the backward pass runs the recurrence a second time.
 
     The returned state is equal on all devices, but its type varies over the mesh axis: return
     `state[None]` with that axis in `out_specs`, one copy a device. In a loss that devices sum, only
@@ -28,15 +28,15 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
     Args:
       function: a causal recurrence of effattn: `linear_attention` and `attention_free` with
         `is_causal=True`, `retention`, `gated_linear_attention`, `state_space_duality`,
-        `selective_scan`, `delta_rule_attention`, `rwkv4_mixing`, `rwkv6_attention`,
-        `rwkv7_attention` or `s4_convolution`; `functools.partial` of one; or a mixer of one from
-        `effattn.nn`. An `initial_state` is that before the whole sequence, equal on all devices;
-        the returned state is that after it. `segment_ids` are those of this device's tokens;
-        documents may cross devices. Mixers with short convolutions or a token shift, and
-        `nn.ShortConvolution`, `nn.DilatedConvolution` and `nn.RWKV4ChannelMix` themselves, get the
-        last tokens of the device before: as many as the convolution reaches back, or one.
-        `nn.LSTM` and `nn.GRU` may also read both directions. Each device must have whole segments
-        of `nn.RecurrentMemoryAttention`.
+        `selective_scan`, `delta_rule_attention`, `mlstm_attention`, `rwkv4_mixing`, `rg_lru`,
+        `gated_slot_attention`, `rwkv6_attention`, `rwkv7_attention` or `s4_convolution`;
+        `functools.partial` of one; or a mixer of one from `effattn.nn`. An `initial_state` is that
+        before the whole sequence, equal on all devices; the returned state is that after it.
+        `segment_ids` are those of this device's tokens; documents may cross devices. Mixers with
+        short convolutions or a token shift, and `nn.ShortConvolution`, `nn.DilatedConvolution` and
+        `nn.RWKV4ChannelMix` themselves, get the last tokens of the device before: as many as the
+        convolution reaches back, or one. `nn.LSTM`, `nn.SLSTM` and `nn.GRU` may also read both
+        directions. Each device must have whole segments of `nn.RecurrentMemoryAttention`.
       axis_name: the mesh axis that divides the tokens.
 
     Returns:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn.interfaces.linear_recurrence import Config, Tokens, clear, masked_terms, normalize
+from effattn.interfaces.linear_recurrence import Config, Tokens, clear, divided, masked_terms
 from effattn.xla.recurrent_block import split_heads
 
 
@@ -38,5 +38,5 @@ def linear_sum(
     query = split_heads(terms.query, len(batch) + 1, heads)
     state, output = run(state, query, terms.key, terms.value)
     output = output.reshape(*terms.query.shape[:-1], output.shape[-1])
-    output = normalize(output) if config.normalized else output
+    output = divided(config, output, terms.least)
     return clear(output, tokens.query_mask).astype(config.dtype), state

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.interfaces.linear_recurrence import clear, masked_terms, normalize
+from effattn.interfaces.linear_recurrence import clear, divided, masked_terms
 from effattn.xla.recurrent_chunks import mapped, run_chunks
 
 
@@ -40,7 +40,10 @@ def run_block(config, chunk, parameters, state, queries, keys, tokens):
         x = padded(x, time, rest).reshape(*batch, chunks, chunk, *x.shape[time + 1 :])
         return padded(x, time + 1, more)
 
-    query, value = (split_heads(cut(x), time + 2, heads) for x in (terms.query, terms.value))
+    query, value, value_log_decay = jax.tree.map(
+        lambda x: split_heads(cut(x), time + 2, heads),
+        (terms.query, terms.value, terms.value_log_decay),
+    )
     key, removed, recalled, starts = jax.tree.map(
         cut, (terms.key, terms.removed, terms.recalled, tokens.starts)
     )
@@ -56,19 +59,18 @@ def run_block(config, chunk, parameters, state, queries, keys, tokens):
     run, by_head = functools.partial(run_chunks, dot), 0 if constant else 2
     decays = by_head if constant or by_value else None
     grouped = split_heads(state, time, heads)
-    of_value_heads = (0, None, None, 2, decays, None, None, None, None)
+    of_value_heads = (0, None, None, 2, decays, None, None, None, None, 2)
     run = mapped(run, grouped.shape[time + 1], of_value_heads, (0, 3))
-    run = mapped(run, heads, (0, 2, 2, 2, by_head, 0, 2, 2, None), (0, 2))
+    run = mapped(run, heads, (0, 2, 2, 2, by_head, 0, 2, 2, None, 2), (0, 2))
     for rows in reversed(batch):
-        run = mapped(run, rows, (0, 0, 0, 0, None if constant else 0, None, 0, 0, 0), (0, 0))
-    after, output = run(
-        grouped, query, key, value, log_decay, terms.bonus, removed, recalled, starts
-    )
+        run = mapped(run, rows, (0, 0, 0, 0, None if constant else 0, None, 0, 0, 0, 0), (0, 0))
+    arguments = query, key, value, log_decay, terms.bonus, removed, recalled, starts
+    after, output = run(grouped, *arguments, value_log_decay)
     output = lax.slice_in_dim(output, 0, chunk, axis=time + 1)
     rows = math.prod(output.shape[time + 2 : -1])
     output = output.reshape(*batch, chunks * chunk, rows, output.shape[-1])
     output = lax.slice_in_dim(output, 0, length, axis=time)
-    output = normalize(output) if config.normalized else output
+    output = divided(config, output, terms.least)
     return after.reshape(state.shape), clear(output, tokens.query_mask)
 
 

@@ -9,6 +9,8 @@ M = 1 if all chunks have the same decays. `dot` is the matrix product.
   then (q_i decayed since the border) . (k_j decayed until the border). All products of a chunk are
   thus one matrix product per halving. Only sums of log decays are exponentiated, never differences
   of larger sums, so a log decay of -inf (the start of a packed document) needs no special case.
+- Decays of values. The products of a chunk do not decay, but the values that they weigh. The chunk
+  is halved likewise, and the values of each half decay until the border and since it.
 - Delta form. It is a plain recurrence that also writes -u_t at a_t, where u_t = S_(t-1)^T b_t. In
   a chunk with the initial state S, and b~_i = b_i decayed since the start of the chunk,
 
@@ -111,6 +113,29 @@ def _by_feature(log_decay, first, present, dot) -> Reader:
 
     `first (M, C, F)` is the log decay that a query applies at its own token.
     """
+    features = log_decay.shape[-1]
+    borders, since_start, until_end, whole = _halvings(log_decay, first)
+
+    def products(query, key):
+        blocks = jnp.sum(query * key, -1) if present else jnp.zeros_like(query[..., 0])
+        blocks, size = blocks.reshape(-1, 1, 1), 1
+        for until, since in borders:
+            keys, queries = (x.reshape(-1, 2, size, features) for x in (key, query))
+            across = dot(queries[:, 1] * since, _transposed(keys[:, 0] * until))
+            blocks, size = _assembled(blocks[::2], across, blocks[1::2]), 2 * size
+        return blocks
+
+    return Reader(products, since_start, until_end, whole[..., None])
+
+
+def _halvings(log_decay, first):
+    """Decays at the borders of all halvings of chunks, from the smallest to the largest halves.
+
+    Returns:
+      For each halving the decays `(m, s, F)` of the first halves until the border and of the second
+      halves since it; then the decays since the start of the chunk and until its end `(M, C, F)`,
+      and those of the whole chunk `(M, F)`.
+    """
     _, length, features = log_decay.shape
     # Blocks double from one token to the whole chunk. For each block: sums of log decays since its
     # start (`since`), until its end (`until`) and over all of it (`whole`). `borders` has, for each
@@ -124,16 +149,7 @@ def _by_feature(log_decay, first, present, dot) -> Reader:
         until = jnp.concatenate([until[::2] + late, until[1::2]], 1)
         whole = whole[::2] + whole[1::2]
 
-    def products(query, key):
-        blocks = jnp.sum(query * key, -1) if present else jnp.zeros_like(query[..., 0])
-        blocks, size = blocks.reshape(-1, 1, 1), 1
-        for until, since in borders:
-            keys, queries = (x.reshape(-1, 2, size, features) for x in (key, query))
-            across = dot(queries[:, 1] * since, _transposed(keys[:, 0] * until))
-            blocks, size = _assembled(blocks[::2], across, blocks[1::2]), 2 * size
-        return blocks
-
-    return Reader(products, jnp.exp(since), jnp.exp(until), jnp.exp(whole)[..., None])
+    return borders, jnp.exp(since), jnp.exp(until), jnp.exp(whole)
 
 
 def _assembled(early, across, late):
@@ -142,16 +158,25 @@ def _assembled(early, across, late):
     return jnp.concatenate([upper, jnp.concatenate([across, late], 2)], 1)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def unit_inverse(system, dot):
-    """Inverse of I + `system (M, C, C)`, `system` strictly lower triangular, C a power of two."""
-    blocks, acrosses = system, []
+def _halved(matrix):
+    """The diagonal of `(M, C, C)` as `(M C, 1, 1)`, and its lower quarters `(m, s, s)` by halves.
+
+    The quarters are those below the diagonal, from the smallest to the largest.
+    """
+    blocks, acrosses = matrix, []
     while (size := blocks.shape[1] // 2) > 0:
         acrosses.append(blocks[:, size:, :size])
         halves = blocks[:, :size, :size], blocks[:, size:, size:]
         blocks = jnp.stack(halves, 1).reshape(-1, size, size)
-    inverse = jnp.ones_like(blocks)
-    for across in reversed(acrosses):
+    return blocks, acrosses[::-1]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def unit_inverse(system, dot):
+    """Inverse of I + `system (M, C, C)`, `system` strictly lower triangular, C a power of two."""
+    diagonal, acrosses = _halved(system)
+    inverse = jnp.ones_like(diagonal)
+    for across in acrosses:
         early, late = inverse[::2], inverse[1::2]
         inverse = _assembled(early, -dot(dot(late, across), early), late)
     return inverse
@@ -235,7 +260,11 @@ def _carry(state, written, kept):
 
 def run_chunks(dot, state, *tokens):
     """Runs M consecutive chunks of one head: `(state after, outputs (M, C, G, D))`."""
-    chunks = _chunks(dot, *tokens)
+    *terms, value_log_decay = tokens
+    if value_log_decay is not None:
+        query, key, value, *_, starts = terms
+        return _run_by_value(dot, state, query, key, value, value_log_decay, starts)
+    chunks = _chunks(dot, *terms)
     values, kept = chunks.value, chunks.kept
     if kept is not None:
         kept = jnp.broadcast_to(kept, (len(values), *kept.shape[1:]))
@@ -259,3 +288,32 @@ def run_chunks(dot, state, *tokens):
 
     query, weights = chunks.query, chunks.weights
     return state, *mapped(read, query.shape[2], (2, 2), (2,))(query, weights)
+
+
+def _run_by_value(dot, state, query, key, value, log_decay, starts):
+    """`run_chunks` with log decays `(M, C, D)` of the values."""
+    if starts is not None:
+        log_decay = jnp.where(starts[..., None], -jnp.inf, log_decay)
+    borders, since_start, until_end, whole = _halvings(log_decay, log_decay)
+    written = dot(_transposed(key), value * until_end)
+    state, before = lax.scan(
+        lambda state, chunk: (_carry(state, *chunk), state), state, (written, whole[:, None])
+    )
+
+    def read(query):
+        weights = dot(query, _transposed(key))
+        return (dot(query, before) * since_start + _decayed_sums(weights, value, borders, dot),)
+
+    return state, *mapped(read, query.shape[2], (2,), (2,))(query)
+
+
+def _decayed_sums(weights, value, borders, dot):
+    """Sums over the earlier tokens of weights `(M, C, C)` times decayed values `(M, C, D)`."""
+    size = value.shape[-1]
+    diagonal, acrosses = _halved(weights)
+    sums = diagonal * value.reshape(-1, 1, size)
+    for across, (until, since) in zip(acrosses, borders, strict=True):
+        early = value.reshape(-1, 2, across.shape[1], size)[:, 0]
+        late = sums[1::2] + since * dot(across, early * until)
+        sums = jnp.concatenate([sums[::2], late], 1)
+    return sums

@@ -77,6 +77,9 @@ def test_linear_attention_shows_its_effective_mixing():
 GATED = (
     "retention",
     "gated_linear",
+    "hgrn2",
+    "mlstm",
+    "gated_slot",
     "mamba",
     "mamba2",
     "delta_net",

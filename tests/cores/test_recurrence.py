@@ -78,3 +78,10 @@ def test_decays_may_be_lists():
 def test_values_may_be_empty_where_weights_are_summed(window):
     run = functools.partial(effattn.based_attention, is_causal=True, local_window_size=window)
     assert jax.eval_shape(run, X, X, X[..., :0]).shape == (5, 2, 0)
+
+
+def test_a_scale_may_be_an_integer():
+    def gradient(scale):
+        return jax.grad(lambda x: jnp.sum(effattn.retention(x, X, X, scale=scale)))(X)
+
+    np.testing.assert_array_equal(gradient(1), gradient(1.0))

@@ -10,9 +10,11 @@ import pytest
 
 from effattn import (
     delta_product_attention,
+    GatedSlotState,
     delta_rule_attention,
     gated_delta_rule_2_attention,
     gated_linear_attention,
+    gated_slot_attention,
     linear_attention,
     retention,
     rwkv6_attention,
@@ -21,7 +23,7 @@ from effattn import (
 )
 from tests.marks import slow
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "fla.npz"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def gated_by_feature(log_decay_feature, **given):
@@ -57,6 +59,19 @@ def rwkv(function, log_decay_feature, **given):
     return function(log_decay=log_decay_feature, **given)
 
 
+def tied(query, value, log_decay_feature, **given):
+    key = 1 - jnp.exp(log_decay_feature)
+    return gated_linear_attention(query, key, value, log_decay=log_decay_feature, **given)
+
+
+def slots(log_decay_slot, initial_keys, initial_values, **given):
+    state = GatedSlotState(initial_keys, initial_values)
+    out, state = gated_slot_attention(
+        log_decay=log_decay_slot, initial_state=state, scale=1, **given
+    )
+    return out, jnp.concatenate([x.ravel() for x in state])
+
+
 CASES = [
     ("linear", functools.partial(linear_attention, feature_map="identity", is_causal=True)),
     ("retention", retention),
@@ -70,13 +85,18 @@ CASES = [
     ("delta_product", delta_product),
     slow("rwkv6", functools.partial(rwkv, rwkv6_attention)),
     slow("rwkv7", functools.partial(rwkv, rwkv7_attention)),
+    slow("hgrn2", tied),
+    ("gated_slot", slots),
 ]
 
 
 @functools.cache
 def golden():
-    with np.load(GOLDEN) as arrays:
-        return dict(arrays)
+    found = {}
+    for file in ("fla.npz", "fla_gates.npz"):
+        with np.load(GOLDEN / file) as arrays:
+            found |= dict(arrays)
+    return found
 
 
 @pytest.mark.parametrize("case, function", CASES)

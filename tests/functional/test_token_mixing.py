@@ -260,6 +260,7 @@ def of_poles(method):
 
 MIXINGS = {
     "rwkv4": lambda x: effattn.rwkv4_mixing(x, x, decay=jnp.ones(4), bonus=jnp.ones(4)),
+    "rg_lru": lambda x: effattn.rg_lru(x, x, x, log_decay=-jnp.ones(4)),
     "aft": lambda x: effattn.attention_free(x, x, x, is_causal=True),
     "bidirectional aft": lambda x: effattn.attention_free(x, x, x),
     "biased aft": lambda x: effattn.attention_free(
@@ -291,6 +292,7 @@ def test_no_tokens_leave_the_state_as_it_was():
     for function, state in (
         (lambda x, **given: effattn.rwkv4_mixing(x, x, decay=one, bonus=one, **given), sums),
         (lambda x, **given: effattn.attention_free(x, x, x, is_causal=True, **given), sums),
+        (lambda x, **given: effattn.rg_lru(x, x, x, log_decay=-one, **given), sums.values),
         (functools.partial(poles, method="convolution"), states),
         (functools.partial(poles, method="recurrence"), states),
     ):

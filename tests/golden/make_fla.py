@@ -231,10 +231,9 @@ CASES = (
 )
 
 
-def make() -> dict[str, np.ndarray]:
-    inputs = draw()
+def make(cases, inputs: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     arrays = {name: x.numpy() for name, x in inputs.items()}
-    for case in CASES:
+    for case in cases:
         names = case.__code__.co_varnames[: case.__code__.co_argcount]
         given = {name: inputs[name].clone().requires_grad_() for name in names}
         output, state = case(**given)
@@ -247,8 +246,8 @@ def make() -> dict[str, np.ndarray]:
     return arrays
 
 
-def main() -> None:
-    np.savez_compressed(HERE / "fla.npz", **make())
+def save(file: str, arrays: dict[str, np.ndarray]) -> None:
+    np.savez_compressed(HERE / f"{file}.npz", **arrays)
     made_with = {
         "python": sys.version.split()[0],
         "numpy": np.__version__,
@@ -256,8 +255,8 @@ def main() -> None:
         "einops": einops.__version__,
         "fla-core": importlib.metadata.version("fla-core"),
     }
-    (HERE / "fla.json").write_text(json.dumps(made_with, indent=2) + "\n")
+    (HERE / f"{file}.json").write_text(json.dumps(made_with, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    save("fla", make(CASES, draw()))

@@ -25,8 +25,8 @@ OPEN = {
     *("softmax", "additive", "sigmoid", "squared_relu", "sliding_window", "longformer"),
     *("linear", "retention", "gated_linear", "mamba2", "rwkv6", "delta_net", "gated_delta_net"),
     *("delta_product", "kimi_delta", "gated_delta_net_2"),
-    *("rwkv7", "random_features", "based", "hedgehog"),
-    *("lstm", "gru", "convolution", "mixture_of_mechanisms", "convolution_attention"),
+    *("rwkv7", "random_features", "based", "hedgehog", "hgrn2", "gated_slot"),
+    *("lstm", "slstm", "gru", "convolution", "mixture_of_mechanisms", "convolution_attention"),
 }
 QUICK = [s for s in MECHANISMS if s.name in ("softmax", "linear", "delta_net")]
 QUICK += [s for s in MECHANISMS if s.name not in OPEN]

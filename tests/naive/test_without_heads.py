@@ -32,6 +32,9 @@ def draw(**shapes):
 TOKENS = (BATCH, TIME, D)
 RWKV4 = {**draw(key=TOKENS, value=TOKENS, bonus=(D,)), "decay": np.linspace(0, 1, D)}
 AFT = draw(query=TOKENS, key=TOKENS, value=TOKENS)
+GATES = 1 / (1 + np.exp(-np.random.default_rng(3).normal(size=(2, *TOKENS))))
+RG_LRU = {"x": AFT["value"], "recurrence_gate": GATES[0], "input_gate": GATES[1]}
+RG_LRU["log_decay"] = -np.linspace(0.01, 1, D)
 FACTORS = {"position_bias": tuple(draw(u=(9, 2), c=(9, 2)).values())}
 SUMS = Sums(*np.random.default_rng(1).uniform(0.1, 1, size=(3, BATCH, D)))
 POLES = np.random.default_rng(2).normal(size=(2, D, 2))
@@ -50,6 +53,9 @@ CASES = {
     "rwkv4 padded": (effattn.rwkv4_mixing, RWKV4, LENGTHS),
     "rwkv4 packed": (effattn.rwkv4_mixing, RWKV4, {**PACKED, **STATE}),
     "rwkv4 state": (effattn.rwkv4_mixing, {**RWKV4, "initial_state": SUMS}, STATE),
+    "rg_lru padded": (effattn.rg_lru, {**RG_LRU, "initial_state": AFT["key"][:, 0]}, LENGTHS),
+    "rg_lru packed": (effattn.rg_lru, RG_LRU, {**PACKED, **STATE}),
+    "rg_lru state": (effattn.rg_lru, {**RG_LRU, "initial_state": AFT["key"][:, 0]}, STATE),
     "aft_simple padded": (effattn.attention_free, AFT, LENGTHS),
     "aft_simple packed": (effattn.attention_free, AFT, {**PACKED, **STATE, "is_causal": True}),
     "aft_simple state": (
@@ -78,7 +84,14 @@ CASES = {
     "synthesizer_factorized square": (effattn.factorized_synthesizer_attention, SQUARE, LENGTHS),
     "fnet": (effattn.fourier_mixing, draw(x=(2, *TOKENS)), {"norm": "ortho"}),
 }
-QUICK = ("rwkv4 packed", "aft_simple state", "s4d padded", "hyena", "synthesizer_factorized")
+QUICK = (
+    "rwkv4 packed",
+    "rg_lru packed",
+    "aft_simple state",
+    "s4d padded",
+    "hyena",
+    "synthesizer_factorized",
+)
 
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, CASES))
@@ -129,6 +142,7 @@ def test_there_may_be_no_examples_or_no_tokens(batch, length):
     naive = effattn.naive
     for out in (
         naive.rwkv4(x, x, decay=one, bonus=one),
+        naive.rg_lru(x, x, x, log_decay=-one),
         naive.aft_simple(x, x, x, is_causal=True),
         naive.s4d(x, rate=poles, output=poles, step_size=one),
         naive.hyena(x[None], x, jnp.ones((1, 8, D))),

@@ -291,7 +291,16 @@ def test_heads_of_it_stand_beside_others():
     close(y, call(hybrid, X))
 
 
-ACTIVATED = "mamba", "mamba2", "delta_net", "gated_delta_net", "lstm", "gru", "recurrent_memory"
+ACTIVATED = (
+    "mamba",
+    "mamba2",
+    "delta_net",
+    "gated_delta_net",
+    "lstm",
+    "slstm",
+    "gru",
+    "recurrent_memory",
+)
 
 
 @pytest.mark.parametrize("name", ACTIVATED)
@@ -320,7 +329,7 @@ def test_orthogonal_parameters_of_16_bits_are_rounded():
     np.testing.assert_allclose(draw(scale=0.1).T @ draw(scale=0.1), 0.01 * np.eye(3), atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["gru", "lstm"])
+@pytest.mark.parametrize("name", ["gru", "lstm", "slstm"])
 def test_a_cell_whose_parameters_were_cast_decodes_in_their_dtype(name):
     with jax.enable_x64(True):
         made = registry.get(name).build(FEATURES, 1, is_causal=True, rngs=nnx.Rngs(0))

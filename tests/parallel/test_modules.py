@@ -27,6 +27,9 @@ STATES = {
     "linear": {"rotary": ROTARY},
     "retention": {},
     "gated_linear": {},
+    "hgrn2": {},
+    "mlstm": {"forget_gate": "exp"},
+    "gated_slot": {"num_slots": 3},
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4},
     "delta_net": {},
@@ -35,6 +38,7 @@ STATES = {
     "kimi_delta": {},
     "gated_delta_net_2": {},
     "rwkv4": {},
+    "rg_lru": {},
     "rwkv6": {},
     "rwkv7": {},
     "aft_simple": {},
@@ -42,6 +46,7 @@ STATES = {
     "convolution": {"width": 4, "dilation": 2},
     "bidirectional": {"mixer": {"name": "mamba", "state_size": 4}, "is_causal": False},
     "lstm": {},
+    "slstm": {},
     "gru": {},
     "recurrent_memory": {"segment_size": 4, "num_slots": 2, "rotary": ROTARY},
 }
@@ -178,7 +183,7 @@ def test_layers_that_read_the_last_tokens(build):
     assert_close(found[1], right[1], 1e-4)
 
 
-@pytest.mark.parametrize("name", slow_but_for(["lstm"], ["lstm", "gru"]))
+@pytest.mark.parametrize("name", slow_but_for(["lstm"], ["lstm", "slstm", "gru"]))
 @pytest.mark.parametrize("padding", [{"segment_ids": IDS}, {"lengths": LENGTHS}], ids=str)
 def test_cells_in_both_directions(name, padding):
     check(name, parallel.pass_states, {"is_causal": False}, **padding)

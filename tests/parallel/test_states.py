@@ -57,6 +57,15 @@ CALLS = {
         {"step_size": jax.nn.softplus(numbers(*BY_HEAD))},
         {"rate": jnp.asarray([-0.2, -0.1])},
     ),
+    "mLSTM": (
+        effattn.mlstm_attention,
+        {"log_input_gate": 4 * numbers(*BY_HEAD), "log_forget_gate": decays(*BY_HEAD)},
+        {
+            "initial_state": effattn.MLSTMState(
+                numbers(BATCH, HEADS, SIZE, SIZE + 1), numbers(BATCH, HEADS)
+            )
+        },
+    ),
     "delta rule": (
         effattn.delta_rule_attention,
         {"beta": jax.nn.sigmoid(numbers(*BY_HEAD))},

@@ -23,11 +23,12 @@ def walk(state, bonus, inputs):
     """The recurrence over tokens, compiled once for all decays and forms of a shape."""
 
     def step(state, token):
-        q, k, v, d, a, b, read, write, start = token
+        q, k, v, d, c, a, b, read, write, start = token
         state = jnp.where(start[:, None, None, None], 0, state)
         written = k[..., :, None] * v[..., None, :]
         found = jnp.einsum("bnf,bnfd->bnd", b, state)
-        after = d[..., None] * state - a[..., None] * found[..., None, :] + written
+        decayed = d[..., None] * c[..., None, :] * state
+        after = decayed - a[..., None] * found[..., None, :] + written
         after = jnp.where(write[:, None, None, None], after, state)
         if bonus is not None:
             written = jnp.where(write[:, None, None, None], written, 0)
@@ -42,7 +43,7 @@ def walk(state, bonus, inputs):
 
 def token_by_token(terms, state, tokens=ALL, normalized=False):
     """The formulas of the core's docstring, token by token, for terms `(B, L, heads, ...)`."""
-    query, key, value, log_decay, bonus, removed, recalled = terms
+    query, key, value, log_decay, bonus, removed, recalled, least, of_values = terms
     heads = max(query.shape[-2], value.shape[-2])
     if normalized:
         value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)
@@ -63,6 +64,7 @@ def token_by_token(terms, state, tokens=ALL, normalized=False):
         removed = recalled = nothing
     elif removed is None:
         removed = key
+    columns = jnp.ones_like(value) if of_values is None else jnp.exp(of_values)
     yes = jnp.ones(shape, bool)
     reads, writes, starts = (
         jnp.moveaxis(yes if x is None else x, 1, 0)
@@ -70,13 +72,18 @@ def token_by_token(terms, state, tokens=ALL, normalized=False):
     )
     starts = starts if tokens.starts is not None else ~starts
 
-    inputs = (*map(of_heads, (query, key, value, decay, removed, recalled)), reads, writes, starts)
+    of_tokens = query, key, value, decay, columns, removed, recalled
+    inputs = (*map(of_heads, of_tokens), reads, writes, starts)
     if bonus is not None:
         bonus = jnp.repeat(bonus, heads // len(bonus), 0)
     state, output = walk(jnp.repeat(state, heads // value_heads, 1), bonus, inputs)
     if normalized:
-        empty = output[..., -1:] == 0
-        output = jnp.where(empty, 0, output[..., :-1]) / jnp.where(empty, 1, output[..., -1:])
+        normaliser = output[..., -1:]
+        if least is not None:
+            least = jnp.moveaxis(jnp.repeat(least, heads // value_heads, -1), 1, 0)
+            normaliser = jnp.maximum(jnp.abs(normaliser), least[..., None])
+        empty = normaliser == 0
+        output = jnp.where(empty, 0, output[..., :-1]) / jnp.where(empty, 1, normaliser)
     return jnp.moveaxis(output, 0, 1), state[:, :: heads // value_heads]
 
 
@@ -165,6 +172,31 @@ def test_agrees_with_one_token_at_a_time(length, normalized):
     with jax.enable_x64(True):
         terms = draw_terms(length)
         both(terms, draw_state(terms, normalized), normalized=normalized)
+
+
+def test_a_bounded_normaliser_agrees_with_one_token_at_a_time():
+    """Some normalisers are below their bound; the bound has a gradient too."""
+    with jax.enable_x64(True):
+        terms = draw_terms(5, "token")
+        rng = np.random.default_rng(2)
+        terms = terms._replace(
+            query=rng.normal(size=terms.query.shape),
+            least=rng.uniform(0.1, 2, terms.value.shape[:-1]),
+        )
+        both(terms, draw_state(terms, True), normalized=True)
+
+
+@pytest.mark.parametrize("heads", [slow((4, 2, 2)), (2, 2, 4)])
+def test_decays_of_values_agree_with_one_token_at_a_time(heads):
+    """With documents, masks, a token that clears some columns, and chunks that are not whole."""
+    rng = np.random.default_rng(5)
+    with jax.enable_x64(True):
+        masks = Tokens(rng.random((2, 32)) < 0.8, rng.random((2, 32)) < 0.8)
+        terms = draw_terms(32, "none", "plain", *heads)
+        decays = -rng.uniform(0.1, 1, terms.value.shape)
+        decays[:, 9, :, ::2] = -np.inf
+        terms = terms._replace(value_log_decay=decays)
+        both(terms, draw_state(terms), jax.jit(packed)(np.array(PACKED), masks), chunk=6)
 
 
 SHARE_A_KEY_HEAD = ("head", "plain"), ("token", "delta"), ("none", "own")

@@ -1,0 +1,98 @@
+"""Mixer with the recurrent block of Griffin."""
+
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.arrays import dtypes
+from effattn.functional.rg_lru import SHARPNESS, rg_lru
+from effattn.nn.heads import head_size
+from effattn.nn.layers import Layers
+from effattn.nn.options import Projected
+from effattn.nn.placement import axes
+from effattn.nn.recurrent import RecurrentMixer
+from effattn.nn.short_convolution import convolved
+
+
+class RGLRU(RecurrentMixer):
+    """Recurrent block of Griffin (De et al. 2024, "Griffin", section 2.3 and 2.4).
+
+        u = convolution(x W_x + b_x);   r, i = sigmoid(u W_r + b_r), sigmoid(u W_i + b_i)
+        y = (gelu(x W_g + b_g) * rg_lru(u, r, i, log a)) W_o + b_o,   log a = -softplus(rate)
+
+    The matrices W_r and W_i of the gates are block-diagonal, one block for each head, as in
+    RecurrentGemma. `convolution` is a short causal convolution of each feature. At the start a^8 is
+    uniform in [0.9, 0.999].
+
+    Args:
+      num_heads: N, number of blocks of the gate matrices.
+      head_dim: size of a block; the recurrence has N times `head_dim` features. Default D / N. The
+        paper has 4 D / 3 features.
+      convolution_width: width of the short convolution, in tokens.
+      **options: see `effattn.nn.options.Projected`.
+    """
+
+    _mechanism = "rg_lru"
+    _of_known_length = True
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int = 1,
+        *,
+        head_dim: int | None = None,
+        convolution_width: int = 4,
+        **options: Unpack[Projected],
+    ):
+        super().__init__(in_features, **options)
+        self.num_heads = num_heads
+        self.head_dim = head_size(in_features, num_heads, head_dim)
+        make, inner = Layers(**options), num_heads * self.head_dim
+        self.project = make.linear(in_features, inner, use_bias=True)
+        self.gate = make.linear(in_features, inner, use_bias=True)
+        self.convolution = make.convolution(
+            inner, convolution_width, activation=None, use_bias=True
+        )
+        self.recurrence_gate, self.recurrence_bias = self._block_diagonal(make)
+        self.input_gate, self.input_bias = self._block_diagonal(make)
+        self.rate = make.drawn(_rate_init, inner)
+        self.out = make.out(inner, in_features, use_bias=True)
+
+    def _block_diagonal(self, make):
+        """Weights `(N, H, H)` and biases `(N, H)` of a gate."""
+        init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
+        shape = self.num_heads, self.head_dim, self.head_dim
+        weights = make.drawn(init, *shape, **axes("heads", None, None))
+        return weights, make.drawn(nnx.initializers.zeros, *shape[:2], **axes("heads", None))
+
+    def _mix(self, x, state, lengths, segment_ids):
+        h, last = (None, None) if state is None else state
+        if last is None:
+            last = self.convolution.init_state(len(x), x.dtype)
+        u, last = convolved(self.convolution, self.project(x), last, lengths, segment_ids)
+        wide = dtypes.wide(u.dtype)
+        mixed, h = rg_lru(
+            u,
+            self._gate(u, self.recurrence_gate, self.recurrence_bias),
+            self._gate(u, self.input_gate, self.input_bias),
+            log_decay=-jax.nn.softplus(self.rate[...].astype(wide)),
+            lengths=lengths,
+            segment_ids=segment_ids,
+            initial_state=h,
+            return_state=True,
+        )
+        return self.out(jax.nn.gelu(self.gate(x)) * mixed), (h, last)
+
+    def _gate(self, u, weights, bias):
+        heads = u.reshape(*u.shape[:2], self.num_heads, self.head_dim)
+        weights, bias = weights[...].astype(u.dtype), bias[...].astype(u.dtype)
+        logits = jnp.einsum("btnh,nhg->btng", heads, weights) + bias[None, None]
+        return jax.nn.sigmoid(logits).reshape(u.shape)
+
+
+def _rate_init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Inverse softplus of -log a, for a^c uniform in [0.9, 0.999]."""
+    rate = -jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.9, 0.999)) / SHARPNESS
+    return jnp.log(jnp.expm1(rate)).astype(dtype)

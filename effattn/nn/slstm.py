@@ -1,0 +1,112 @@
+"""sLSTM mixer of the xLSTM."""
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from effattn.arrays import dtypes
+from effattn.nn import initializers
+from effattn.nn.cell import CellMixer
+from effattn.nn.heads import head_size
+from effattn.nn.layers import Layers
+from effattn.nn.mlstm import FORGET_GATES
+from effattn.nn.options import Mixing
+
+
+class SLSTMCell(nnx.Module):
+    """Cell of `SLSTM`: gates z, i, f and o, in this order, with a state (c, n, h, m).
+
+    `input` is the matrix W `(D, 4 D)`, `recurrent` the blocks R `(4, N, H, H)`, `bias` is `(4, D)`.
+    """
+
+    def __init__(self, features: int, num_heads: int, forget_gate: str, make: Layers):
+        self.num_heads, self.forget_gate = num_heads, forget_gate
+        size, self.dtype = features // num_heads, make.numbers["dtype"]
+        self.input = make.linear(features, 4 * features)
+        self.recurrent = make.constant(np.zeros((4, num_heads, size, size)))
+        bias = np.zeros((4, num_heads, size))
+        bias[2] = np.linspace(3, 6, size)
+        self.bias = make.constant(bias.reshape(4, features))
+
+    def __call__(self, carry: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Returns the next carry and h, for a token `(B, D)`."""
+        c, n, h, m = carry
+        wide, R = c.dtype, self.recurrent[...]
+        dtype = dtypes.common(x, R) if self.dtype is None else self.dtype
+        heads = h.astype(dtype).reshape(len(h), *R.shape[1:3])
+        of_state = jnp.einsum("bnh,gnhk->bgnk", heads, R.astype(dtype))
+        shape = len(x), *self.bias.shape
+        of_token = self.input(x).reshape(shape).astype(wide) + self.bias[...].astype(wide)[None]
+        gates = jnp.moveaxis(of_token + of_state.reshape(shape).astype(wide), 1, 0)
+        z, log_write, forget, o = gates
+        log_forget = jax.nn.log_sigmoid(forget) if self.forget_gate == "sigmoid" else forget
+        kept = log_forget + lax.stop_gradient(m)
+        # Before the first token there is nothing to keep, whatever the gate.
+        m = jnp.maximum(jnp.where(n > 0, kept, log_write), log_write)
+        m = lax.stop_gradient(m)
+        written = jnp.exp(log_write - m)
+        kept = jnp.where(n > 0, jnp.exp(jnp.where(n > 0, kept - m, 0)), 0)
+        c, n = kept * c + written * jnp.tanh(z), kept * n + written
+        h = jax.nn.sigmoid(o) * c / n
+        return (c, n, h, m), h
+
+
+class SLSTM(CellMixer):
+    """Scalar memory of the xLSTM (Beck et al. 2024, "xLSTM"), with exponential gates.
+
+        z = tanh(x_t W + h_(t-1) R + b);   i = exp(x_t W + h_(t-1) R + b)
+        f, o = sigmoid(x_t W + h_(t-1) R + b)
+        c_t = f c_(t-1) + i z;   n_t = f n_(t-1) + i;   h_t = o c_t / n_t;   y_t = norm(h_t)
+
+    Each of z, i, f and o has separate W, R and b. R is block-diagonal, one block for each head, and
+    `norm` is a layer norm of each head with a learned scale. The sums are stored divided by
+    exp(m_t), m_t = max(log f + m_(t-1), log i), and so do not overflow. Time is O(T D^2),
+    sequential over tokens; the decode state has 4 D numbers per row.
+
+    With `is_causal=False` a second recurrence reads each row, or each packed document, from its
+    end, and the output is `[y_t, y'_t] W_out`.
+
+    Args:
+      num_heads: N, number of blocks of R, a divisor of D.
+      forget_gate: activation of the forget gate, "sigmoid" or "exp".
+      kernel_init: initializer of W and W_out. R starts at zero, and the biases of the forget gates
+        between 3 and 6.
+      **options: see `effattn.nn.options.Mixing`.
+    """
+
+    _mechanism = "slstm"
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int = 1,
+        *,
+        forget_gate: str = "sigmoid",
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        **options: Unpack[Mixing],
+    ):
+        if forget_gate not in FORGET_GATES:
+            raise ValueError(
+                f"forget_gate must be one of {', '.join(FORGET_GATES)}, got {forget_gate!r}"
+            )
+        size = head_size(in_features, num_heads)
+        self.num_heads, self.forget_gate = num_heads, forget_gate
+        super().__init__(in_features, kernel_init=kernel_init, **options)
+        self.norm = Layers(**options).layer_norm(size, use_bias=False)
+
+    def _make_cell(self, kernel_init, options):
+        make = Layers(kernel_init=kernel_init, **options)
+        return SLSTMCell(self.in_features, self.num_heads, self.forget_gate, make)
+
+    def _scan(self, cell, x, state, lengths, segment_ids, *, reverse=False):
+        h, state = super()._scan(cell, x, state, lengths, segment_ids, reverse=reverse)
+        heads = h.reshape(*h.shape[:2], self.num_heads, h.shape[2] // self.num_heads)
+        return self.norm(heads).reshape(h.shape), state
+
+    def _carry(self, batch, dtype):
+        return (jnp.zeros((batch, self.in_features), dtype),) * 4
