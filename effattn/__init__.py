@@ -15,6 +15,7 @@ from effattn.functional.softmax import dot_product_attention
 from effattn.functional.additive import additive_attention  # isort: skip
 from effattn.functional.sigmoid import sigmoid_attention  # isort: skip
 from effattn.functional.squared_relu import squared_relu_attention  # isort: skip
+from effattn.functional.differential import differential_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
@@ -104,6 +105,7 @@ __all__ = [
     "cosformer_attention",
     "decode",
     "delta_rule_attention",
+    "differential_attention",
     "dot_product_attention",
     "factorized_synthesizer_attention",
     "fourier_mixing",

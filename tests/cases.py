@@ -70,6 +70,16 @@ def after_tokens(rng, shape):
     return np.einsum("...sf,...sd->...fd", features, values)
 
 
+def two_halves(rng, sizes):
+    """Queries and keys of two halves, with the weight of the second softmax of each head."""
+    of_query = (*sizes.batch, sizes.queries, sizes.heads, 2 * sizes.size)
+    return {
+        "query": rng.normal(size=of_query),
+        "key": rng.normal(size=tokens(sizes, 2 * sizes.size)),
+        "lambda_": rng.uniform(0.2, 0.8, size=sizes.heads),
+    }
+
+
 def strengths(rng, sizes):
     """Strengths `beta` for keys whose length is about the square root of their size."""
     return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
@@ -107,6 +117,7 @@ FUNCTIONS = {
     ),
     "sigmoid": Tiled(variants={"": {"logit_bias": -2.0}}, normalized=False),
     "squared_relu": Tiled(variants={"": {"divisor": 7.0}}, normalized=False),
+    "differential": Tiled(arguments=two_halves, normalized=False),
     "sliding_window": Tiled(variants={"": {"local_window_size": (3, 2)}}),
     "dilated": Tiled(variants={"": {"local_window_size": (2, 1), "dilation": 3}}),
     "longformer": Tiled(

@@ -31,6 +31,7 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "score": _normal(3, "N, 32"),
     },
     "dilated": {"dilation": "2"},
+    "differential": {"lambda_": "0.5"},
     "longformer": {
         "global_mask": "jnp.zeros((B, T), bool).at[:, :16].set(True)",
         "max_global": "16",

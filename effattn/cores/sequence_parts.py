@@ -54,6 +54,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "BlockLinformerSelfAttention",
                 "ConvolutionAttention",
                 "DeltaNet",
+                "DifferentialSelfAttention",
                 "GatedDeltaNet",
                 "GatedLinearAttention",
                 "HedgehogSelfAttention",

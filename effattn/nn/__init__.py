@@ -18,6 +18,7 @@ from effattn.nn.convolution_attention import ConvolutionAttention
 from effattn.nn.convolutional_classifier import ConvolutionalClassifier
 from effattn.nn.cross_attention import CrossAttention
 from effattn.nn.delta_net import DeltaNet, DeltaNetState
+from effattn.nn.differential import DifferentialSelfAttention
 from effattn.nn.encoder_decoder import (
     EncoderDecoder,
     EncoderDecoderConfig,
@@ -82,6 +83,7 @@ __all__ = [
     "CrossAttention",
     "DeltaNet",
     "DeltaNetState",
+    "DifferentialSelfAttention",
     "DilatedConvolution",
     "EncoderDecoder",
     "EncoderDecoderConfig",

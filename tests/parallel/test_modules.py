@@ -59,6 +59,7 @@ HEADS = {
     "gated_linear": {},
     "linear": {},
     "additive": {},
+    "differential": {"rotary": ROTARY},
     "based": {},
     "hedgehog": {},
     "performer": {},

@@ -73,6 +73,7 @@ ARRAYS = {
         "key_kernel": numbers(HEADS, SIZE, 3),
         "score": numbers(HEADS, 3),
     },
+    "differential": {"lambda_": numbers(HEADS)},
     "bigbird": {"random_blocks": BLOCKS},
     "random": {"random_blocks": BLOCKS},
     "hierarchical": {"summary_query": numbers(KEY_HEADS, SIZE)},
