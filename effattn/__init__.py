@@ -16,6 +16,7 @@ from effattn.functional.additive import additive_attention  # isort: skip
 from effattn.functional.sigmoid import sigmoid_attention  # isort: skip
 from effattn.functional.squared_relu import squared_relu_attention  # isort: skip
 from effattn.functional.differential import differential_attention  # isort: skip
+import effattn.functional.latent  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip

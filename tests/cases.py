@@ -296,6 +296,12 @@ MIXERS = {
     "synthesizer_factorized_random": synthesizer(hidden_features=3),
     "synthesizer_mixture": synthesizer(hidden_features=3),
     "gmlp": Case(mix=mixes.gmlp, variants={"": {"max_length": 16}}),
+    "latent": Case(
+        variants={
+            "": {"rotary": None},
+            "rotary": {"rotary": RotaryEmbedding(theta=10.0), "rotary_dim": 4, "query_rank": 5},
+        },
+    ),
     "lstm": Case(),
     "gru": Case(),
     "convolution": Case(

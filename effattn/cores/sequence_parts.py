@@ -59,6 +59,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "GatedLinearAttention",
                 "HedgehogSelfAttention",
                 "LSHSelfAttention",
+                "LatentAttention",
                 "LinformerSelfAttention",
                 "LongShortSelfAttention",
                 "LongformerSelfAttention",

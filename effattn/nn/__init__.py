@@ -35,6 +35,7 @@ from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.language_model import TransformerLM
+from effattn.nn.latent import LatentAttention
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
@@ -102,6 +103,7 @@ __all__ = [
     "HyenaState",
     "LSHSelfAttention",
     "LSTM",
+    "LatentAttention",
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",

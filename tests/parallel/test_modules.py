@@ -60,6 +60,7 @@ HEADS = {
     "linear": {},
     "additive": {},
     "differential": {"rotary": ROTARY},
+    "latent": {"rotary": ROTARY, "query_rank": 8},
     "based": {},
     "hedgehog": {},
     "performer": {},
