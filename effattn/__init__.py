@@ -17,6 +17,7 @@ from effattn.functional.sigmoid import sigmoid_attention  # isort: skip
 from effattn.functional.squared_relu import squared_relu_attention  # isort: skip
 from effattn.functional.differential import differential_attention  # isort: skip
 import effattn.functional.latent  # isort: skip
+from effattn.functional.stick_breaking import stick_breaking_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
@@ -146,6 +147,7 @@ __all__ = [
     "sliding_window_attention",
     "sparse_attention",
     "sparse_transformer_attention",
+    "stick_breaking_attention",
     "spatial_gating",
     "squared_relu_attention",
     "state_space_duality",

@@ -11,6 +11,7 @@ from effattn.testing import Case
 from tests import mixes
 
 Tiled = functools.partial(Case, tuning={"tile": (5, 4)})
+ByRows = functools.partial(Case, tuning={"query_tile": 5})
 Chunked = functools.partial(Case, tuning={"chunk_size": 3})
 # Feature-map attention has a state in bidirectional calls too, but not with packed documents.
 FeatureMapped = functools.partial(Chunked, state_and_segments=False)
@@ -118,6 +119,11 @@ FUNCTIONS = {
     "sigmoid": Tiled(variants={"": {"logit_bias": -2.0}}, normalized=False),
     "squared_relu": Tiled(variants={"": {"divisor": 7.0}}, normalized=False),
     "differential": Tiled(arguments=two_halves, normalized=False),
+    "stick_breaking": ByRows(
+        # Otherwise an output does not read its own value, as the laws expect.
+        variants={"": {"attend_current": True}},
+        normalized=False,
+    ),
     "sliding_window": Tiled(variants={"": {"local_window_size": (3, 2)}}),
     "dilated": Tiled(variants={"": {"local_window_size": (2, 1), "dilation": 3}}),
     "longformer": Tiled(
