@@ -18,6 +18,7 @@ from effattn.functional.squared_relu import squared_relu_attention  # isort: ski
 from effattn.functional.differential import differential_attention  # isort: skip
 import effattn.functional.latent  # isort: skip
 from effattn.functional.stick_breaking import stick_breaking_attention  # isort: skip
+from effattn.functional.entmax import entmax_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
@@ -109,6 +110,7 @@ __all__ = [
     "delta_rule_attention",
     "differential_attention",
     "dot_product_attention",
+    "entmax_attention",
     "factorized_synthesizer_attention",
     "fourier_mixing",
     "gated_linear_attention",

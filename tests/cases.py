@@ -119,6 +119,7 @@ FUNCTIONS = {
     "sigmoid": Tiled(variants={"": {"logit_bias": -2.0}}, normalized=False),
     "squared_relu": Tiled(variants={"": {"divisor": 7.0}}, normalized=False),
     "differential": Tiled(arguments=two_halves, normalized=False),
+    "entmax": ByRows(variants={"": {"alpha": 1.5}, "sparsemax": {"alpha": 2}}),
     "stick_breaking": ByRows(
         # Otherwise an output does not read its own value, as the laws expect.
         variants={"": {"attend_current": True}},
