@@ -16,6 +16,10 @@ from effattn.functional.additive import additive_attention  # isort: skip
 from effattn.functional.sigmoid import sigmoid_attention  # isort: skip
 from effattn.functional.squared_relu import squared_relu_attention  # isort: skip
 from effattn.functional.forgetting import forgetting_attention  # isort: skip
+from effattn.functional.differential import differential_attention  # isort: skip
+import effattn.functional.latent  # isort: skip
+from effattn.functional.stick_breaking import stick_breaking_attention  # isort: skip
+from effattn.functional.entmax import entmax_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
@@ -117,7 +121,9 @@ __all__ = [
     "decode",
     "delta_product_attention",
     "delta_rule_attention",
+    "differential_attention",
     "dot_product_attention",
+    "entmax_attention",
     "factorized_synthesizer_attention",
     "forgetting_attention",
     "fourier_mixing",
@@ -161,6 +167,7 @@ __all__ = [
     "sliding_window_attention",
     "sparse_attention",
     "sparse_transformer_attention",
+    "stick_breaking_attention",
     "spatial_gating",
     "squared_relu_attention",
     "state_space_duality",

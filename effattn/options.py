@@ -219,6 +219,16 @@ class Tile(TypedDict, total=False):
     tile: tuple[int, int] | None
 
 
+class QueryTile(TypedDict, total=False):
+    """Tiles of queries, each with all keys.
+
+    Attributes:
+      query_tile: queries in a tile; tuning only.
+    """
+
+    query_tile: int | None
+
+
 class Chunk(TypedDict, total=False):
     """Chunks of a recurrence.
 
@@ -238,6 +248,13 @@ class Elementwise(
     total=False,
 ):  # fmt: skip
     """Options of attention whose weights are functions of one logit each, without a softmax."""
+
+
+class ByRows(
+    Offset, Window, Padding, Packing, Scale, SoftCap, Score, Dropout, QueryTile, Precision,
+    total=False,
+):  # fmt: skip
+    """Options of attention whose weights depend on all logits of a query."""
 
 
 class Recurrent(Padding, Packing, State, Chunk, Execution, total=False):

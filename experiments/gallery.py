@@ -112,6 +112,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "bigbird": {"block_size": 4},
     "hierarchical": {"segment_size": 4, "num_levels": 4, "num_summaries": 1, "key": RISING},
     "additive": {"query_kernel": KERNEL, "key_kernel": KERNEL, "score": 4 * KERNEL[:, 0]},
+    "differential": {"lambda_": np.full((), 0.5, np.float32)},
     "gated_linear": {"log_decay": FORGETS},
     "hgrn2": {"log_decay": FORGETS_ALIKE, "key": -np.expm1(FORGETS_ALIKE)},
     "mlstm": {"log_input_gate": np.zeros((LENGTH, 1), np.float32), "log_forget_gate": FORGETS},

@@ -11,6 +11,7 @@ from effattn.testing import Case
 from tests import mixes
 
 Tiled = functools.partial(Case, tuning={"tile": (5, 4)})
+ByRows = functools.partial(Case, tuning={"query_tile": 5})
 Chunked = functools.partial(Case, tuning={"chunk_size": 3})
 # Feature-map attention has a state in bidirectional calls too, but not with packed documents.
 FeatureMapped = functools.partial(Chunked, state_and_segments=False)
@@ -81,6 +82,16 @@ def exponential_gates(rng, sizes):
     return {
         "log_input_gate": rng.normal(size=tokens(sizes)),
         "log_forget_gate": rng.uniform(-1, 0.1, size=tokens(sizes)),
+    }
+
+
+def two_halves(rng, sizes):
+    """Queries and keys of two halves, with the weight of the second softmax of each head."""
+    of_query = (*sizes.batch, sizes.queries, sizes.heads, 2 * sizes.size)
+    return {
+        "query": rng.normal(size=of_query),
+        "key": rng.normal(size=tokens(sizes, 2 * sizes.size)),
+        "lambda_": rng.uniform(0.2, 0.8, size=sizes.heads),
     }
 
 
@@ -161,6 +172,13 @@ FUNCTIONS = {
             "log_forget": -rng.uniform(0, 1, (*sizes.batch, sizes.keys, sizes.heads))
         },
         decays=frozenset({"log_forget"}),
+    ),
+    "differential": Tiled(arguments=two_halves, normalized=False),
+    "entmax": ByRows(variants={"": {"alpha": 1.5}, "sparsemax": {"alpha": 2}}),
+    "stick_breaking": ByRows(
+        # Otherwise an output does not read its own value, as the laws expect.
+        variants={"": {"attend_current": True}},
+        normalized=False,
     ),
     "sliding_window": Tiled(variants={"": {"local_window_size": (3, 2)}}),
     "dilated": Tiled(variants={"": {"local_window_size": (2, 1), "dilation": 3}}),
@@ -364,6 +382,12 @@ MIXERS = {
     "synthesizer_factorized_random": synthesizer(hidden_features=3),
     "synthesizer_mixture": synthesizer(hidden_features=3),
     "gmlp": Case(mix=mixes.gmlp, variants={"": {"max_length": 16}}),
+    "latent": Case(
+        variants={
+            "": {"rotary": None},
+            "rotary": {"rotary": RotaryEmbedding(theta=10.0), "rotary_dim": 4, "query_rank": 5},
+        },
+    ),
     "lstm": Case(),
     "slstm": Case(variants={"": {}, "exp": {"forget_gate": "exp"}}),
     "gru": Case(),

@@ -18,7 +18,7 @@ from effattn.dispatch.partition import places_of
 from effattn.interfaces.block_attention import Config, Inputs, Origin
 from effattn.options import ScoreMod
 from effattn.patterns.layouts import BlockLayout
-from effattn.xla import cudnn, tiling
+from effattn.xla import block_rows, cudnn, tiling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Arguments:
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
     segments: tuple[jax.Array, jax.Array] | None
-    window: tuple[int, int] | None
+    window: tuple[int | None, int | None] | None
     soft_cap: float | None
     score_mod: ScoreMod | None
     sink: jax.Array | None
@@ -137,18 +137,30 @@ def check(
     )
 
 
+def check_by_rows(
+    mechanism: str,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    query_tile: Any = None,
+    **options: Any,
+) -> Arguments:
+    """Validates the arguments of a function with the options of `effattn.options.ByRows`."""
+    given = check(mechanism, query, key, value, **options)
+    if query_tile is None:
+        return given
+    queries = checks.at_least("query_tile", query_tile, 1, "queries, or None")
+    return dataclasses.replace(given, tile=(queries, max(key.shape[-3], 1)))
+
+
 def results(out: jax.Array, lse: jax.Array, given: Arguments) -> Any:
     """The output, or `(output, log-sum-exp)` with `return_residual`."""
     return (out, dtypes.logarithms(lse)) if given.return_residual else out
 
 
-def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments
-) -> tuple[jax.Array, jax.Array]:
-    """Runs softmax attention: the output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`.
-
-    The log-sum-exp of a row without keys is `dtypes.lowest`, and the output of the row is zero.
-    """
+def _core_call(query, key, value, given: Arguments) -> tuple[Config, Inputs, jax.Array | None]:
+    """Configuration and inputs of the core, and the mask of the valid queries."""
     *batch, queries, heads, _ = query.shape
     sequence_parts.refuse(given.mechanism)
     keys, key_heads = key.shape[-3:-1]
@@ -158,7 +170,7 @@ def attend(
     if mask is not None and mask.shape[-2] == mask.shape[-3] == 1:
         of_keys = jnp.broadcast_to(mask[..., 0, 0, :], (*batch, keys))
         key_mask, mask = both(key_mask, of_keys), None
-    query_mask, whole = _present_queries(queries, given), (query, key, value)
+    query_mask = _present_queries(queries, given)
     query, key, value = without_padding(query, key, value, given, key_mask)
     left, right = given.window or (None, None)
     if given.is_causal:
@@ -199,6 +211,18 @@ def attend(
         positions=given.positions,
         layout=layout,
     )
+    return config, operands, query_mask
+
+
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments
+) -> tuple[jax.Array, jax.Array]:
+    """Runs softmax attention: the output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`.
+
+    The log-sum-exp of a row without keys is `dtypes.lowest`, and the output of the row is zero.
+    """
+    whole = query, key, value
+    config, operands, query_mask = _core_call(*whole, given)
     call = block_attention.call(given.mechanism, config, operands)
     if given.by_cudnn:
         refusal = functools.partial(cudnn.refusal, *whole, given)
@@ -221,6 +245,26 @@ def attend(
     if given.sink is not None:
         out, lse = _with_sink(out, lse, given.sink)
     return clear_rows(out, lse, query_mask)
+
+
+def attend_by_rows(
+    weigh: block_rows.Weigh,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    given: Arguments,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """Attention whose weights are a function of all logits of a query: `(*B, T, N, Hv)`.
+
+    `weigh` and its `arrays` are those of `effattn.xla.block_rows`.
+    """
+    config, operands, query_mask = _core_call(query, key, value, given)
+    with jax.named_scope(given.mechanism):
+        *axes, _ = mesh_axes.spec(query)
+        core = functools.partial(block_rows.attend, config, weigh)
+        (out,) = mesh_axes.placed(core, query, PartitionSpec(*axes, None))(operands, *arrays)
+    return _zero_where_absent(out, query_mask)
 
 
 def clear_rows(

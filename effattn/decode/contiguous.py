@@ -1,6 +1,7 @@
 """Contiguous KV cache: all keys and values so far, in order, up to a fixed capacity."""
 
 import dataclasses
+import inspect
 
 import jax
 
@@ -35,7 +36,7 @@ class ContiguousDecoder(Decoder):
 
     A step costs O(S) time a row, and the state O(S) memory. The function is called as
     `function(query, key, value, is_causal=True, query_offset=..., query_seq_lengths=...,
-    **options)`.
+    **options)`, without `is_causal` if the function is always causal.
     """
 
     _state = ContiguousState
@@ -46,14 +47,16 @@ class ContiguousDecoder(Decoder):
     def _extend(self, heads, state, lengths):
         query, key, value = heads
         new = append_to(state, lengths, key=key, value=value)
+        has_direction = "is_causal" in inspect.signature(self.function).parameters
+        direction = {"is_causal": True} if has_direction else {}
         # The causal mask hides unfilled slots: their positions are after every query.
         out = self.function(
             query,
             new.key.astype(key.dtype),
             new.value.astype(value.dtype),
-            is_causal=True,
             query_offset=state.length,
             query_seq_lengths=lengths,
+            **direction,
             **self.options,
         )
         return out, new

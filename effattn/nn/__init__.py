@@ -22,6 +22,7 @@ from effattn.nn.decoder_from_transformers import decoder_from_transformers
 from effattn.nn.delta_net import DeltaNet
 from effattn.nn.delta_product import GatedDeltaProduct
 from effattn.nn.delta_rule import DeltaRuleState
+from effattn.nn.differential import DifferentialSelfAttention
 from effattn.nn.encoder_decoder import (
     EncoderDecoder,
     EncoderDecoderConfig,
@@ -43,6 +44,7 @@ from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
+from effattn.nn.latent import LatentAttention
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
@@ -96,6 +98,7 @@ __all__ = [
     "CrossAttention",
     "DeltaNet",
     "DeltaRuleState",
+    "DifferentialSelfAttention",
     "DilatedConvolution",
     "EncoderDecoder",
     "EncoderDecoderConfig",
@@ -120,6 +123,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LSHSelfAttention",
     "LSTM",
+    "LatentAttention",
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",

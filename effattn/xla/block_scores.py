@@ -118,8 +118,15 @@ class ScoredTiles(Tiles):
 
     def masked(self, patch, logits):
         """Sets the logits to -inf where a pair may not attend."""
-        if not patch.masked:
+        allowed = self.allowed(patch)
+        if allowed is None:
             return logits
+        return self._heads_together(jnp.where(allowed, self._heads_apart(logits), -jnp.inf))
+
+    def allowed(self, patch):
+        """Pairs that may attend, bool `(*#B, #K, #G, #t, #s)`; None if all pairs may."""
+        if not patch.masked:
+            return None
         x, config, axes = self.x, self.config, self.batch_axes + 4
         _, h, i, j = self._indices(patch)
         allowed = []
@@ -145,12 +152,12 @@ class ScoredTiles(Tiles):
         if x.mask is not None:
             allowed.append(self.pairs(patch, x.mask))
         if not allowed:
-            return logits
+            return None
         all_allow = functools.reduce(operator.and_, (lead(each, axes) for each in allowed))
         if config.pattern is not None:
             # Computed once for all heads; without the barrier XLA recomputes the mask at each use.
             all_allow = lax.optimization_barrier(all_allow)
-        return self._heads_together(jnp.where(all_allow, self._heads_apart(logits), -jnp.inf))
+        return all_allow
 
     def dropped(self, patch, weights):
         """Dropout of weights. Dropout is linear, so this is also its own pull-back."""

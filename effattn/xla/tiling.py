@@ -51,6 +51,15 @@ def choose_tile(
     return _even_share(lengths[0], side), _even_share(lengths[1], key_side)
 
 
+def choose_rows(lengths: tuple[int, int], rows: int) -> int:
+    """Queries in a tile with all keys, for `rows` = batch x heads computed together."""
+    budget, most = (2**20, 256) if jax.default_backend() == "cpu" else (2**26, 1024)
+    side = most
+    while side > 8 and rows * side * lengths[1] > budget:
+        side //= 2
+    return _even_share(lengths[0], side)
+
+
 def choose_sparse_tile(lengths: tuple[int, int], *, for_kernels: bool = False) -> tuple[int, int]:
     """Tile size (queries, keys) for a sparse pattern; small tiles compute fewer forbidden pairs.
 

@@ -265,6 +265,15 @@ class Whole(Walk):
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows(Walk):
+    """Tiles of queries, each with all keys."""
+
+    def runs(self, n) -> list[Run]:
+        """The one patch of the queries of tile n."""
+        return [(0, 1, lambda m: self.patch(n, jnp.zeros((), jnp.int32), masked=True))]
+
+
+@dataclasses.dataclass(frozen=True)
 class Listed(Walk):
     """Tiles of a block-sparse layout, several per step: slots of partial tiles, then of full ones.
 

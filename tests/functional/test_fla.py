@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from effattn import (
-    delta_product_attention,
     GatedSlotState,
+    delta_product_attention,
     delta_rule_attention,
     gated_delta_rule_2_attention,
     gated_linear_attention,

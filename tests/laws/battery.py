@@ -25,6 +25,7 @@ WITH_KERNELS = frozenset(
     {
         "based",
         "cosformer",
+        "differential",
         "hedgehog",
         "linear",
         "linformer",

@@ -70,6 +70,8 @@ HEADS = {
     "linear": {},
     "additive": {},
     "forgetting": {},
+    "differential": {"rotary": ROTARY},
+    "latent": {"rotary": ROTARY, "query_rank": 8},
     "based": {},
     "hedgehog": {},
     "performer": {},

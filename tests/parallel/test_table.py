@@ -74,6 +74,7 @@ ARRAYS = {
         "key_kernel": numbers(HEADS, SIZE, 3),
         "score": numbers(HEADS, 3),
     },
+    "differential": {"lambda_": numbers(HEADS)},
     "bigbird": {"random_blocks": BLOCKS},
     "random": {"random_blocks": BLOCKS},
     "hierarchical": {"summary_query": numbers(KEY_HEADS, SIZE)},
@@ -185,7 +186,7 @@ def test_the_other_calls_are_tested_beside():
     for call, names in tested.items():
         assert {name for name in CALLED if CALLED[name] == call} == names
     others = {n for n in CALLED if CALLED[n] == "exchange_heads"} - {*BY_HEADS}
-    mixers = {"convolution_attention", "mixture_of_mechanisms", "synthesizer_random"}
+    mixers = {"convolution_attention", "latent", "mixture_of_mechanisms", "synthesizer_random"}
     assert others == mixers <= test_modules.HEADS.keys()
 
 
