@@ -23,6 +23,7 @@ from effattn.functional.block_sparse import block_sparse_attention  # isort: ski
 from effattn.functional.bigbird import bigbird_attention  # isort: skip
 from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
+from effattn.functional.moba import moba_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.retention import retention  # isort: skip
@@ -117,6 +118,7 @@ __all__ = [
     "longformer_attention",
     "lsh_attention",
     "lsh_rotations",
+    "moba_attention",
     "naive",
     "nn",
     "nystrom_attention",

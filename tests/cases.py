@@ -136,6 +136,7 @@ FUNCTIONS = {
             "levels": {"segment_size": 2, "num_levels": 3, "num_summaries": 1},
         },
     ),
+    "moba": Case(variants={"": {"block_size": 3, "top_k": 3}}),
     "linear": FeatureMapped(
         variants={name: {"feature_map": name or "elu"} for name in ("", "relu", "identity")}
     ),

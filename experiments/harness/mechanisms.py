@@ -59,6 +59,7 @@ def sizes(
         "block_sparse": {"block_size": root},
         "bigbird": {"block_size": root},
         "random": {"block_size": root},
+        "moba": {"block_size": root},
         "hierarchical": {"segment_size": root, "num_summaries": max(1, root // 4)},
         "cosformer": {"max_length": longest or length},
         "linformer": {"num_projected": quarter},

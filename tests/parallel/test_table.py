@@ -55,6 +55,7 @@ OPTIONS = {
     "block_sparse": {"block_size": 4, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1},
     "bigbird": {"block_size": 4, "num_window_blocks": 1},
     "random": {"block_size": 4},
+    "moba": {"block_size": 4, "top_k": 3},
     "hierarchical": {"segment_size": 4, "num_levels": 2, "num_summaries": 2, "is_causal": True},
     "based": {"is_causal": True, "local_window_size": (3, 0)},
     "cosformer": {"is_causal": True, "max_length": TOKENS},
