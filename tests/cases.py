@@ -95,6 +95,14 @@ def removals(rng, sizes):
     }
 
 
+NATIVE_SPARSE = {
+    "compression_size": 4,
+    "compression_stride": 2,
+    "block_size": 4,
+    "num_selected": 4,
+    "window_size": 3,
+}
+
 # Mechanisms that take query, key and value.
 FUNCTIONS = {
     "softmax": Tiled(),
@@ -137,6 +145,13 @@ FUNCTIONS = {
         },
     ),
     "moba": Case(variants={"": {"block_size": 3, "top_k": 3}}),
+    "native_sparse": Case(
+        variants={"": NATIVE_SPARSE},
+        arguments=lambda rng, sizes: {
+            "gates": rng.uniform(0, 1, size=(*sizes.batch, sizes.queries, sizes.heads, 3))
+        },
+        normalized=False,
+    ),
     "linear": FeatureMapped(
         variants={name: {"feature_map": name or "elu"} for name in ("", "relu", "identity")}
     ),

@@ -19,6 +19,8 @@ from effattn.cores.folding import fold
 
 # Maximum pairs in a tile.
 _PAIRS = 256
+# Maximum queries that gather their keys, as in decoding.
+_FEW = 8
 
 
 class Tiles(NamedTuple):
@@ -31,13 +33,6 @@ class Tiles(NamedTuple):
 
     rows: jax.Array
     block: jax.Array
-
-
-class _Static(NamedTuple):
-    """Static configuration of a call."""
-
-    pairs: int
-    precision: Any
 
 
 def attend(
@@ -70,11 +65,15 @@ def attend(
       Output `(T, G, Hv)` in the dtype of `value`, and log-sum-exp `(T, G)`, at least float32 and
       `dtypes.lowest` for a query without keys.
     """
+    # With fewer keys than a block has, there is one block.
+    block_size = min(block_size, len(key))
     key, value = (fold(x, block_size, 0) for x in (key, value))
     wide = dtypes.wide(query, key, value)
-    static = _Static(_pairs_of(blocks.size, len(key)), precision)
-    arrays = query, key, value, jnp.asarray(scale, wide), blocks, last
-    return _attend(static, *mesh_axes.vary_alike(arrays))
+    if len(query) <= _FEW:
+        return _attend_few(query, key, value, jnp.asarray(scale, wide), blocks, last, precision)
+    tiles = _tiles(blocks, len(key), _pairs_of(blocks.size, len(key)))
+    arrays = query, key, value, jnp.asarray(scale, wide), tiles, last
+    return _attend(precision, *mesh_axes.vary_alike(arrays))
 
 
 def largest(scores: jax.Array, count: int) -> jax.Array:
@@ -115,107 +114,123 @@ def _tiles(blocks: jax.Array, count: int, size: int) -> Tiles:
     pairs = rows * each
     tiles = min(pairs, pairs // size + count)
     flat = jnp.where(blocks < 0, count, blocks).reshape(-1)
-    of_pairs, order = lax.sort((flat, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1)
-    every = jnp.arange(count + 1, dtype=jnp.int32)
-    start = jnp.searchsorted(of_pairs, every).astype(jnp.int32)
-    ends = jnp.cumsum(-((start[:-1] - start[1:]) // size), dtype=jnp.int32)
-    tile = jnp.arange(tiles, dtype=jnp.int32)
-    block = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+    _, order = lax.sort((flat, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1)
+    number = jnp.zeros(count, jnp.int32).at[flat].add(1, mode="drop")  # pairs of each block
+    tiles_of = -(-number // size)
+    before, end = jnp.cumsum(number) - number, jnp.cumsum(tiles_of)
+    # The number of blocks whose tiles end before a tile is the block of the tile.
+    block = jnp.cumsum(jnp.zeros(tiles, jnp.int32).at[end].add(1, mode="drop"))
     is_tile, block = block < count, jnp.minimum(block, count - 1)
-    before = jnp.where(block > 0, ends[block - 1], 0)
     inside = jnp.arange(size, dtype=jnp.int32)
-    place = (start[block] + (tile - before) * size)[:, None] + inside[None]
-    is_pair = is_tile[:, None] & (place < start[block + 1][:, None])
+    tile = jnp.arange(tiles, dtype=jnp.int32) - (end - tiles_of)[block]
+    place = (tile * size)[:, None] + inside[None]
+    is_pair = is_tile[:, None] & (place < number[block][:, None])
+    place = before[block][:, None] + place
     # Rows past the end differ within a tile, so that each index of a scatter is unique.
     row = jnp.where(is_pair, order[jnp.minimum(place, pairs - 1)] // each, rows + inside[None])
     return Tiles(row, block)
 
 
-def _read(x, rows, otherwise=0):
-    """Rows of x, and `otherwise` for rows past the end."""
-    return x.at[rows].get(mode="fill", fill_value=otherwise)
+def _attend_few(query, key, value, scale, blocks, last, precision):
+    """Each query gathers its blocks of keys `(n, b, H)`; memory O(T k b (H + Hv))."""
+    wide, lowest = scale.dtype, dtypes.lowest(scale.dtype)
+    at = blocks[..., None] * key.shape[1] + jnp.arange(key.shape[1], dtype=jnp.int32)[None, None]
+    allowed = ((blocks >= 0)[..., None] & (at <= last[:, None, None]))[:, None]
+    keys, values = (x.at[blocks].get(mode="clip").astype(wide) for x in (key, value))
+    product = functools.partial(jnp.einsum, precision=precision)
+    logits = scale * product("tgh,tkbh->tgkb", query.astype(wide), keys)
+    logits = jnp.where(allowed, logits, lowest)
+    largest = lax.stop_gradient(logits.max((-2, -1), keepdims=True))
+    weights = jnp.where(allowed, jnp.exp(logits - largest), 0)
+    total = weights.sum((-2, -1))
+    is_empty, total = total == 0, jnp.where(total == 0, 1, total)
+    out = product("tgkb,tkbv->tgv", weights, values) / total[..., None]
+    lse = jnp.where(is_empty, lowest, largest[..., 0, 0] + jnp.log(total))
+    return out.astype(value.dtype), lse
+
+
+def _read(x, rows):
+    """Rows of x, and zeros for rows past the end."""
+    return x.at[rows].get(mode="fill", fill_value=0)
 
 
 def _write(x, rows, new):
     return x.at[rows].set(new, mode="drop", unique_indices=True)
 
 
-def _products(static: _Static, query, key, dtype, last, block):
+def _products(precision, query, key, dtype, last, block):
     """Products `(m, G, b)` of a tile, and which of its pairs of tokens may attend, `(m, 1, b)`."""
-    product = functools.partial(jnp.einsum, "mgh,sh->mgs", precision=static.precision)
+    product = functools.partial(jnp.einsum, "mgh,sh->mgs", precision=precision)
     at = block * len(key) + jnp.arange(len(key), dtype=jnp.int32)
     return widened(product, query, key, dtype), at[None, None] <= last[:, None, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, query, key, value, scale, blocks, last):
+def _attend(precision, query, key, value, scale, tiles, last):
     """Queries `(T, G, H)` attend to their blocks of keys `(n, b, H)` and values `(n, b, Hv)`."""
-    out, lse, _ = _forward(static, query, key, value, scale, blocks, last)
+    out, lse, _ = _forward(precision, query, key, value, scale, tiles, last)
     return out.astype(value.dtype), lse
 
 
-def _forward(static: _Static, query, key, value, scale, blocks, last):
-    """Output, log-sum-exp, and the largest logit and the sum of each query."""
-    wide, rows = scale.dtype, query.shape[:2]
+def _forward(precision, query, key, value, scale, tiles, last):
+    """Output, log-sum-exp, and the largest logit and the inverse sum of each query."""
+    wide = scale.dtype
     lowest = dtypes.lowest(wide)
-    mix = functools.partial(jnp.einsum, "mgs,sv->mgv", precision=static.precision)
+    mix = functools.partial(jnp.einsum, "mgs,sv->mgv", precision=precision)
 
-    def step(carry, tile):
-        largest, total, mixed = carry
+    def step(sums, tile):
+        """Adds a tile to the sums `(T, G, 2 + Hv)`: largest logit, weights, weighted values."""
         at, block = tile
         tokens = _read(query, at), key[block]
-        products, allowed = _products(static, *tokens, wide, _read(last, at), block)
-        logits = scale * products
-        before = _read(largest, at)
-        after = jnp.maximum(before, jnp.where(allowed, logits, lowest).max(-1))
+        products, allowed = _products(precision, *tokens, wide, _read(last, at), block)
+        logits = jnp.where(allowed, scale * products, lowest)
+        so_far = _read(sums, at)
+        before = so_far[..., :1]
+        after = jnp.maximum(before, logits.max(-1, keepdims=True))
         finite = jnp.where(after == lowest, 0, after)
-        weights = jnp.exp(jnp.where(allowed, logits - finite[..., None], lowest))
+        weights = jnp.exp(jnp.where(allowed, logits - finite, lowest))
         kept = jnp.exp(jnp.where(before == lowest, lowest, before - finite))
-        new = widened(mix, weights.astype(value.dtype), value[block], wide)
-        return (
-            _write(largest, at, after),
-            _write(total, at, kept * _read(total, at) + weights.sum(-1)),
-            _write(mixed, at, kept[..., None] * _read(mixed, at) + new),
-        ), None
+        mixed = widened(mix, weights.astype(value.dtype), value[block], wide)
+        new = jnp.concatenate([weights.sum(-1, keepdims=True), mixed], -1)
+        new = jnp.concatenate([after, kept * so_far[..., 1:] + new], -1)
+        return _write(sums, at, new), None
 
-    empty = jnp.full(rows, lowest), jnp.zeros(rows, wide), jnp.zeros((*rows, value.shape[-1]), wide)
-    empty = jax.tree.map(lambda x: mesh_axes.vary_like(query, x), empty)
-    tiles = _tiles(blocks, len(key), static.pairs)
-    (largest, total, mixed), _ = lax.scan(step, empty, tiles)
+    sums = jnp.zeros((*query.shape[:2], 2 + value.shape[-1]), wide).at[..., 0].set(lowest)
+    sums, _ = lax.scan(step, mesh_axes.vary_like(query, sums), tiles)
+    largest, total, mixed = sums[..., 0], sums[..., 1], sums[..., 2:]
     is_empty = total == 0
     total = jnp.where(is_empty, 1, total)
     largest = jnp.where(is_empty, 0, largest)
     lse = jnp.where(is_empty, lowest, largest + jnp.log(total))
-    return mixed / total[..., None], lse, (largest, total)
+    return mixed / total[..., None], lse, (largest, 1 / total)
 
 
-def _attend_fwd(static: _Static, query, key, value, scale, blocks, last):
-    out, lse, sums = _forward(static, query, key, value, scale, blocks, last)
-    saved = query, key, value, scale, blocks, last, out, sums
+def _attend_fwd(precision, query, key, value, scale, tiles, last):
+    out, lse, sums = _forward(precision, query, key, value, scale, tiles, last)
+    saved = query, key, value, scale, tiles, last, out, sums
     return (out.astype(value.dtype), lse), saved
 
 
-def _attend_bwd(static: _Static, saved, cotangents):
-    query, key, value, scale, blocks, last, out, (largest, total) = saved
+def _attend_bwd(precision, saved, cotangents):
+    query, key, value, scale, tiles, last, out, (largest, inverse) = saved
     d_out, d_lse = cotangents
     wide = scale.dtype
     delta = (d_out.astype(wide) * out).sum(-1) - d_lse
+    of_rows = jnp.stack([largest, inverse, delta], -1)
 
     def product(formula, left, right):
-        einsum = functools.partial(jnp.einsum, formula, precision=static.precision)
+        einsum = functools.partial(jnp.einsum, formula, precision=precision)
         return widened(einsum, left.astype(right.dtype), right, wide)
 
     def step(carry, tile):
         d_query, d_key, d_value, d_scale = carry
         at, block = tile
-        own, keys, values = _read(query, at), key[block], value[block]
-        products, allowed = _products(static, own, keys, wide, _read(last, at), block)
-        shifted = scale * products - _read(largest, at)[..., None]
-        shifted = jnp.where(allowed, shifted, dtypes.lowest(wide))
-        weights = jnp.exp(shifted) / _read(total, at, 1)[..., None]
-        of_out = _read(d_out, at)
-        d_weights = product("mgv,sv->mgs", of_out, values)
-        d_logits = weights * (d_weights - _read(delta, at)[..., None])
+        own, keys, values, of_out = _read(query, at), key[block], value[block], _read(d_out, at)
+        largest, inverse, delta = jnp.split(_read(of_rows, at), 3, -1)
+        products, allowed = _products(precision, own, keys, wide, _read(last, at), block)
+        shifted = jnp.where(allowed, scale * products - largest, dtypes.lowest(wide))
+        weights = jnp.exp(shifted) * inverse
+        d_logits = weights * (product("mgv,sv->mgs", of_out, values) - delta)
         return (
             _write(d_query, at, _read(d_query, at) + product("mgs,sh->mgh", d_logits, keys)),
             d_key.at[block].add(scale * product("mgs,mgh->sh", d_logits, own)),
@@ -225,7 +240,6 @@ def _attend_bwd(static: _Static, saved, cotangents):
 
     given = query, key, value, scale
     empty = (mesh_axes.vary_like(query, jnp.zeros(x.shape, wide)) for x in given)
-    tiles = _tiles(blocks, len(key), static.pairs)
     (d_query, *others), _ = lax.scan(step, tuple(empty), tiles)
     gradients = zip((scale * d_query, *others), given, strict=True)
     return *(d.astype(x.dtype) for d, x in gradients), None, None

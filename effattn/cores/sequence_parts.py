@@ -60,6 +60,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "LSHSelfAttention",
                 "LinformerSelfAttention",
                 "LongShortSelfAttention",
+                "NativeSparseSelfAttention",
                 "LongformerSelfAttention",
                 "MixtureOfMechanisms",
                 "PerformerSelfAttention",

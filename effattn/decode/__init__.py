@@ -8,6 +8,7 @@ from effattn.decode.generate import generate
 from effattn.decode.hierarchical import HierarchicalDecoder, HierarchicalState
 from effattn.decode.long_short import LongShortDecoder, LongShortState
 from effattn.decode.moba import MobaDecoder, MobaState
+from effattn.decode.native_sparse import NativeSparseDecoder, NativeSparseState
 from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.routing import RoutingDecoder, RoutingState
@@ -28,6 +29,8 @@ __all__ = [
     "LongShortState",
     "MobaDecoder",
     "MobaState",
+    "NativeSparseDecoder",
+    "NativeSparseState",
     "RecurrentDecoder",
     "RecurrentState",
     "RingDecoder",

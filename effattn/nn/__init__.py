@@ -42,6 +42,7 @@ from effattn.nn.lstm import LSTM
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
+from effattn.nn.native_sparse import NativeSparseSelfAttention
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pipelined import PipelinedLM
 from effattn.nn.placement import placed, shardings
@@ -107,6 +108,7 @@ __all__ = [
     "Mamba2",
     "MixtureOfExperts",
     "MixtureOfMechanisms",
+    "NativeSparseSelfAttention",
     "PerformerSelfAttention",
     "PipelinedLM",
     "RWKV4",

@@ -60,6 +60,13 @@ def sizes(
         "bigbird": {"block_size": root},
         "random": {"block_size": root},
         "moba": {"block_size": root},
+        "native_sparse": {
+            "compression_size": max(2, root // 2),
+            "compression_stride": max(1, root // 4),
+            "block_size": root,
+            "num_selected": 4,
+            "window_size": window,
+        },
         "hierarchical": {"segment_size": root, "num_summaries": max(1, root // 4)},
         "cosformer": {"max_length": longest or length},
         "linformer": {"num_projected": quarter},
