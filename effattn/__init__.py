@@ -28,6 +28,8 @@ from effattn.functional.block_sparse import block_sparse_attention  # isort: ski
 from effattn.functional.bigbird import bigbird_attention  # isort: skip
 from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
+from effattn.functional.moba import moba_attention  # isort: skip
+from effattn.functional.native_sparse import native_sparse_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.retention import retention  # isort: skip
@@ -140,7 +142,9 @@ __all__ = [
     "lsh_attention",
     "lsh_rotations",
     "mlstm_attention",
+    "moba_attention",
     "naive",
+    "native_sparse_attention",
     "nn",
     "nystrom_attention",
     "paged_attention",

@@ -113,6 +113,10 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/arrays/test_segments.py", "tests/test_bad_input.py"), None),
         (("tests/laws/test_default.py",), "softmax or linear"),
     ),
+    r"cores/chosen_blocks": (
+        (("tests/functional/test_moba.py", "tests/functional/test_native_sparse.py"), None),
+        (("tests/laws/test_laws.py",), "moba"),
+    ),
     r"(cores|nn)/experts": ((("tests/cores/test_experts.py", "tests/nn/test_experts.py"), None),),
     r"arrays/angles": ((("tests/arrays/test_angles.py",), None),),
     r"nn/options": ((("tests/nn/test_options.py",), None),),

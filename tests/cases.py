@@ -155,6 +155,14 @@ def removals(rng, sizes):
     }
 
 
+NATIVE_SPARSE = {
+    "compression_size": 4,
+    "compression_stride": 2,
+    "block_size": 4,
+    "num_selected": 4,
+    "window_size": 3,
+}
+
 # Mechanisms that take query, key and value.
 FUNCTIONS = {
     "softmax": Tiled(),
@@ -208,6 +216,14 @@ FUNCTIONS = {
             "": {"segment_size": 4, "num_levels": 1, "num_summaries": 2},
             "levels": {"segment_size": 2, "num_levels": 3, "num_summaries": 1},
         },
+    ),
+    "moba": Case(variants={"": {"block_size": 3, "top_k": 3}}),
+    "native_sparse": Case(
+        variants={"": NATIVE_SPARSE},
+        arguments=lambda rng, sizes: {
+            "gates": rng.uniform(0, 1, size=(*sizes.batch, sizes.queries, sizes.heads, 3))
+        },
+        normalized=False,
     ),
     "linear": FeatureMapped(
         variants={name: {"feature_map": name or "elu"} for name in ("", "relu", "identity")}

@@ -84,6 +84,7 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "key_projection": f"{_normal(1, '16, 64')} / 8",
         "value_projection": f"{_normal(2, '16, 64')} / 8",
     },
+    "native_sparse": {"gates": "jnp.full((B, T, N, 3), 1 / 3)"},
     "long_short": {"projection": f"{_normal(1, 'H, 8')} / H**0.5"},
     "lsh": {
         "query_key": _normal(0, "B, T, N, H"),

@@ -74,6 +74,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "LatentAttention",
                 "LinformerSelfAttention",
                 "LongShortSelfAttention",
+                "NativeSparseSelfAttention",
                 "LongformerSelfAttention",
                 "MLSTM",
                 "MixtureOfMechanisms",

@@ -7,6 +7,8 @@ from effattn.decode.gathered import GatheredDecoder
 from effattn.decode.generate import generate
 from effattn.decode.hierarchical import HierarchicalDecoder, HierarchicalState
 from effattn.decode.long_short import LongShortDecoder, LongShortState
+from effattn.decode.moba import MobaDecoder, MobaState
+from effattn.decode.native_sparse import NativeSparseDecoder, NativeSparseState
 from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.routing import RoutingDecoder, RoutingState
@@ -25,6 +27,10 @@ __all__ = [
     "HierarchicalState",
     "LongShortDecoder",
     "LongShortState",
+    "MobaDecoder",
+    "MobaState",
+    "NativeSparseDecoder",
+    "NativeSparseState",
     "RecurrentDecoder",
     "RecurrentState",
     "RingDecoder",

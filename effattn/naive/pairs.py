@@ -369,5 +369,5 @@ def over_pairs(
 
     of_call: Any = call
     of_call.per_token, of_call.per_head = (*per_token, *per_query), ranks
-    of_call.made_by_head = made_by_head
+    of_call.per_query, of_call.made_by_head = tuple(per_query), made_by_head
     return call

@@ -54,6 +54,7 @@ from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.mlstm import MLSTM
+from effattn.nn.native_sparse import NativeSparseSelfAttention
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pipelined import PipelinedLM
 from effattn.nn.placement import placed, shardings
@@ -132,6 +133,7 @@ __all__ = [
     "Mamba2",
     "MixtureOfExperts",
     "MixtureOfMechanisms",
+    "NativeSparseSelfAttention",
     "PerformerSelfAttention",
     "PipelinedLM",
     "RGLRU",

@@ -92,7 +92,8 @@ class OfFunction:
             (ids != 0) & (np.arange(self.length) < known[f"{side}_seq_lengths"][:, None])
             for side in ("query", "key_value")
         )
-        return {**dict.fromkeys(self.tokens, of_keys), "query": of_queries}
+        by_query = {"query", *getattr(self.entry.naive, "per_query", ())}
+        return {name: of_queries if name in by_query else of_keys for name in self.tokens}
 
     def cotangents_wide(self, arrays: Arrays, known: Arrays) -> Any:
         """Cotangents of `run_wide`."""

@@ -49,6 +49,7 @@ MECHANISMS = {
     ),
     "long-short, window of one": ("long_short", {"window_size": 1, "projection": drawn(2, 8, 1)}),
     "routing": ("routing", {"centroids": drawn(4, 3, 8), "cluster_size": 2}),
+    "moba": ("moba", {"block_size": 3, "top_k": 2}),
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
 
@@ -73,6 +74,7 @@ WIDE = {
         {"window_size": 2, "segment_size": 2**20, "projection": drawn(8, 2)},
     ),
     "routing, wide": ("routing", {"centroids": drawn(4, 3, 8), "cluster_size": 2**20}),
+    "moba, wide": ("moba", {"block_size": 2**20, "top_k": 2}),
     "based, wide": ("based", {"local_window_size": (2**20, 0)}),
     "strided, wide": ("sparse_transformer", {"stride": 2**20}),
 }

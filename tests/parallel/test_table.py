@@ -43,7 +43,7 @@ def numbers(*shape):
 PROJECTION = np.kron(np.eye(4), np.full(TOKENS // 4, 4 / TOKENS)).astype(np.float32)
 IN_BLOCK = np.kron(np.eye(2), np.full(4, 1 / 4)).astype(np.float32)
 BLOCKS = RNG.integers(0, 8, (KEY_HEADS, 8, 2)).astype(np.int32)
-# Options that are the same on all devices, and arrays by head.
+# Options that are the same on all devices, and arrays by head or by token.
 OPTIONS = {
     "softmax": {"is_causal": True},
     "sigmoid": {"logit_bias": -2.0},
@@ -55,6 +55,8 @@ OPTIONS = {
     "block_sparse": {"block_size": 4, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1},
     "bigbird": {"block_size": 4, "num_window_blocks": 1},
     "random": {"block_size": 4},
+    "moba": {"block_size": 4, "top_k": 3},
+    "native_sparse": {"compression_size": 4, "compression_stride": 2, "block_size": 4},
     "hierarchical": {"segment_size": 4, "num_levels": 2, "num_summaries": 2, "is_causal": True},
     "based": {"is_causal": True, "local_window_size": (3, 0)},
     "cosformer": {"is_causal": True, "max_length": TOKENS},
@@ -84,6 +86,7 @@ ARRAYS = {
     },
     "performer": {"projection": numbers(KEY_HEADS, 7, SIZE)},
     "random_features": {"projection": numbers(KEY_HEADS, 7, SIZE) / 3},
+    "native_sparse": {"gates": numbers(BATCH, TOKENS, HEADS, 3)},
     "long_short": {
         "window_norm": (numbers(KEY_HEADS, SIZE), numbers(KEY_HEADS, SIZE)),
         "slot_norm": (numbers(KEY_HEADS, SIZE), numbers(KEY_HEADS, SIZE)),
@@ -92,6 +95,8 @@ ARRAYS = {
     "lsh": {"rotations": effattn.lsh_rotations(jax.random.key(0), 2, 4, SIZE, num_heads=HEADS)},
     "routing": {"centroids": numbers(HEADS, 5, SIZE)},
 }
+
+BY_TOKEN = ("gates",)  # those that devices hold in parts
 
 
 def inputs_of(name):
@@ -122,6 +127,7 @@ def attended(name, call=None, **options):
     operands = inputs, given, numbers_like(inputs[0], inputs[-1])
     if call is None:
         return jax.jit(run)(*operands)
+    specs = {n: OF_TOKENS if n in BY_TOKEN else OF_HEADS for n in given}
     mesh = parallel.make_mesh(sequence=DEVICES, devices=jax.devices()[:DEVICES])
     per_token = registry.get(name).naive.per_token
     specs = {n: OF_TOKENS if n in per_token else OF_HEADS for n in given}

@@ -279,6 +279,8 @@ def draw_options(rng, name: str, sizes: Sizes) -> dict[str, Any]:
             options["random_blocks"] = integers(-1, blocks, size=(blocks, 2)).astype(np.int32)
         if name == "bigbird":
             options["num_window_blocks"] = int((1, 3)[integers(2)])
+    elif name == "moba":
+        options |= {"block_size": int(integers(1, 20)), "top_k": int(integers(1, 5))}
     elif name == "hierarchical":
         size = int((2, 4, 8, 16)[integers(4)])
         summaries = int(2 ** integers(0, np.log2(size) + 1))
