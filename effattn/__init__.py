@@ -32,6 +32,7 @@ from effattn.functional.rwkv6 import rwkv6_attention  # isort: skip
 from effattn.functional.mamba import selective_scan  # isort: skip
 from effattn.functional.delta_net import delta_rule_attention  # isort: skip
 import effattn.functional.gated_delta_net  # isort: skip
+import effattn.functional.lightning  # isort: skip
 import effattn.functional.hgrn2  # isort: skip
 from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  # isort: skip
 from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip

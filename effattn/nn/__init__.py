@@ -36,6 +36,7 @@ from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.language_model import TransformerLM
+from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
@@ -107,6 +108,7 @@ __all__ = [
     "HyenaState",
     "LSHSelfAttention",
     "LSTM",
+    "LightningAttention",
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",

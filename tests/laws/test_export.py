@@ -24,7 +24,7 @@ REFUSED = "needs a length that is known when it is traced"
 OPEN = {
     *("softmax", "additive", "sigmoid", "squared_relu", "sliding_window", "longformer"),
     *("linear", "retention", "gated_linear", "mamba2", "rwkv6", "delta_net", "gated_delta_net"),
-    *("rwkv7", "random_features", "based", "hedgehog", "hgrn2", "gated_slot"),
+    *("rwkv7", "random_features", "based", "hedgehog", "hgrn2", "gated_slot", "lightning"),
     *("lstm", "slstm", "gru", "convolution", "mixture_of_mechanisms", "convolution_attention"),
 }
 QUICK = [s for s in MECHANISMS if s.name in ("softmax", "linear", "delta_net")]
