@@ -42,6 +42,7 @@ import effattn.functional.gated_delta_net  # isort: skip
 from effattn.functional.delta_product import delta_product_attention  # isort: skip
 import effattn.functional.kimi_delta  # isort: skip
 from effattn.functional.gated_delta_net_2 import gated_delta_rule_2_attention  # isort: skip
+import effattn.functional.lightning  # isort: skip
 import effattn.functional.hgrn2  # isort: skip
 from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  # isort: skip
 from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip

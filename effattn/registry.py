@@ -77,7 +77,8 @@ class Mechanism:
         length; or None.
       knows_order: whether the mechanism distinguishes positions by itself; models then pass no
         rotary embedding.
-      by_layer: `(layer) -> options` that depend on the index of the layer (from 0), or None.
+      by_layer: `(layer, num_layers) -> options` that depend on the index of the layer (from 0) and
+        the number of layers of a model, or None.
       decoder: "module:attribute" of a function `(function, options) -> Decoder` (see
         `effattn.decode`), or None.
       pattern: function that returns the `effattn.patterns.Pattern` of a call, or None. Its
@@ -106,7 +107,7 @@ class Mechanism:
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options_at: Callable[[int], Mapping[str, Any]] | None = None
-    by_layer: Callable[[int], Mapping[str, Any]] | None = None
+    by_layer: Callable[[int, int], Mapping[str, Any]] | None = None
     takes_heads: bool = True
     naive: Callable[..., Any] | None = None
     builder: str = _ANY_FUNCTION
@@ -160,9 +161,9 @@ class Mechanism:
             else f"{module}.{attribute}"
         )
 
-    def options_in_layer(self, layer: int) -> dict[str, Any]:
+    def options_in_layer(self, layer: int, num_layers: int) -> dict[str, Any]:
         """The mechanism's options that depend on the layer of a model, counted from 0."""
-        return {} if self.by_layer is None else dict(self.by_layer(layer))
+        return {} if self.by_layer is None else dict(self.by_layer(layer, num_layers))
 
     def mixer_options(self) -> frozenset[str]:
         """Options of the mechanism's mixer that `SelfAttention` does not have."""

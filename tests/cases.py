@@ -258,6 +258,10 @@ FUNCTIONS = {
         },
         decays=frozenset({"log_decay"}),
     ),
+    "lightning": Recurrent(
+        arguments=lambda rng, sizes: {"log_decay": -rng.uniform(0, 1, size=sizes.key_heads)},
+        decays=frozenset({"log_decay"}),
+    ),
     "hgrn2": Recurrent(arguments=forget_gates, decays=frozenset({"log_decay"})),
     "mlstm": Recurrent(arguments=exponential_gates, decays=frozenset({"log_forget_gate"})),
     "gated_slot": Recurrent(

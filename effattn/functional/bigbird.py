@@ -248,7 +248,7 @@ def _check_random_blocks(given: Any, length: int, block_size: int, key_heads: in
     return (jnp if traced else np).where(array < blocks, array, -1)
 
 
-def seed_of_layer(layer: int) -> dict[str, int]:
+def seed_of_layer(layer: int, _: int) -> dict[str, int]:
     """Seed of a layer, so far from the next that the heads of all layers draw different blocks."""
     return {"seed": 1000 * layer}
 

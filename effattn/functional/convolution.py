@@ -28,7 +28,7 @@ registry.register(
         takes_heads=False,
         capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
         builder="effattn.nn.convolution:DilatedConvolution",
-        by_layer=lambda layer: {"dilation": 2 ** (layer % 4)},
+        by_layer=lambda layer, _: {"dilation": 2 ** (layer % 4)},
         complexity="O(N W D^2)",
         time_exponent=1.0,
         knows_order=True,

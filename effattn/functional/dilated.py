@@ -11,7 +11,7 @@ registry.register(
         function=sliding_window_attention,
         capabilities=frozenset({"cross"}),
         options={"local_window_size": 127, "dilation": 2},
-        by_layer=lambda layer: {"dilation": 2 ** (layer % 4)},
+        by_layer=lambda layer, _: {"dilation": 2 ** (layer % 4)},
         complexity="O(N w)",
         time_exponent=1.0,
         decoder="effattn.decode.ring:RingDecoder",

@@ -16,7 +16,7 @@ registry.register(
         paper="Qin et al. 2024, HGRN2: Gated Linear RNNs with State Expansion",
         function=gated_linear_attention,
         capabilities=frozenset({"causal"}),
-        by_layer=lambda layer: {"lower_bound": layer / (layer + 1)},
+        by_layer=lambda layer, num_layers: {"lower_bound": layer / num_layers},
         builder="effattn.nn.hgrn2:HGRN2",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",

@@ -51,7 +51,8 @@ def retention(
     that is, out_t = scale * sum_(s <= t) gamma^(t - s) (q_t . k_s) v_s. Retention is always causal
     and has no normaliser: RetNet normalises the output of each head (`effattn.nn.RetNet`). Time is
     O(T (C (H + Hv) + H Hv)) for chunks of C tokens, memory O(T), the state H x Hv numbers a key
-    head.
+    head. Lightning attention (Qin et al. 2024, "Various Lengths, Constant Speed: Efficient Language
+    Modeling with Lightning Attention") has other decays (`effattn.nn.LightningAttention`).
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.

@@ -45,6 +45,7 @@ from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
+from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
@@ -125,6 +126,7 @@ __all__ = [
     "LSHSelfAttention",
     "LSTM",
     "LatentAttention",
+    "LightningAttention",
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",

@@ -71,7 +71,7 @@ class Unregistered:
             self._parameters = {**_parameters(SelfAttention), **of_function}
         self.capabilities = frozenset({"score_mod"} & self._parameters.keys())
 
-    def options_in_layer(self, layer: int) -> dict[str, Any]:
+    def options_in_layer(self, layer: int, num_layers: int) -> dict[str, Any]:
         """Options that depend on the layer: none."""
         return {}
 

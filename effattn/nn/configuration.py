@@ -236,7 +236,11 @@ class TransformerConfig:
                 )
         described = [build.named("mixer", group) for group in groups]
         return tuple(
-            {**build.mechanism(name).options_in_layer(layer), **options, "name": name}
+            {
+                **build.mechanism(name).options_in_layer(layer, self.num_layers),
+                **options,
+                "name": name,
+            }
             for name, options in described
         )
 

@@ -29,7 +29,7 @@ class HGRN2(FunctionMixer):
       value_dim: Hv, head dimension of values; default D / N.
       num_kv_heads: K, number of heads of gates and values, a divisor of N; default N (paper).
       lower_bound: lower bound of the forget gates, in [0, 1). Upper layers remember for longer with
-        a larger bound: models give layer l, from 0, the bound l / (l + 1).
+        a larger bound: models give layer l of L, from 0, the bound l / L.
       **options: see `effattn.nn.options.Recurrent`.
     """
 

@@ -77,6 +77,7 @@ def test_linear_attention_shows_its_effective_mixing():
 GATED = (
     "retention",
     "gated_linear",
+    "lightning",
     "hgrn2",
     "mlstm",
     "gated_slot",

@@ -52,7 +52,7 @@ def test_lower_bounds_grow_with_the_layer():
     config = TransformerConfig(13, num_layers=3, features=8, num_heads=2, mixer="hgrn2")
     model = jax.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
     bounds = [m.lower_bound for _, m in nnx.iter_graph(model) if isinstance(m, HGRN2)]
-    assert sorted(bounds) == pytest.approx([0, 1 / 2, 2 / 3])
+    assert sorted(bounds) == pytest.approx([0, 1 / 3, 2 / 3])
 
 
 @pytest.mark.parametrize("bound", [0.0, 0.5])

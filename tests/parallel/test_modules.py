@@ -27,6 +27,7 @@ STATES = {
     "linear": {"rotary": ROTARY},
     "retention": {},
     "gated_linear": {},
+    "lightning": {},
     "hgrn2": {},
     "mlstm": {"forget_gate": "exp"},
     "gated_slot": {"num_slots": 3},

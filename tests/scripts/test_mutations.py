@@ -46,7 +46,7 @@ def test_the_rules_name_tests_that_there_are(file):
 
 
 def test_a_mechanism_is_found_by_its_function_its_mixer_and_its_decoder():
-    assert mutations.mechanisms_of("effattn/functional/retention.py") == ["retention"]
+    assert mutations.mechanisms_of("effattn/functional/retention.py") == ["retention", "lightning"]
     assert mutations.mechanisms_of("effattn/nn/hyena.py") == ["hyena"]
     assert mutations.mechanisms_of("effattn/decode/routing.py") == ["routing"]
 
