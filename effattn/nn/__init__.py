@@ -33,6 +33,7 @@ from effattn.nn.gru import GRU
 from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
+from effattn.nn.indexed import IndexedSelfAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
@@ -99,6 +100,7 @@ __all__ = [
     "HybridState",
     "Hyena",
     "HyenaState",
+    "IndexedSelfAttention",
     "LSHSelfAttention",
     "LSTM",
     "LinformerSelfAttention",
