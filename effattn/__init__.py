@@ -30,6 +30,7 @@ from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
 from effattn.functional.moba import moba_attention  # isort: skip
 from effattn.functional.native_sparse import native_sparse_attention  # isort: skip
+from effattn.functional.indexed import indexed_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.retention import retention  # isort: skip
@@ -136,6 +137,7 @@ __all__ = [
     "hedgehog_attention",
     "hierarchical_attention",
     "hyena_convolution",
+    "indexed_attention",
     "linear_attention",
     "linformer_attention",
     "long_short_attention",

@@ -361,6 +361,7 @@ def synthesizer(mix=mixes.synthesizer, **options):
 
 
 LSH = {"num_rounds": 2, "num_buckets": 4, "chunk_length": 3}
+INDEXED = {"top_k": 4, "index_heads": 2}
 HYENA = {"max_length": 16, "filter_features": 5, "frequency": 1.0}
 AFT = {"max_length": 16, "rank": 3}
 MIXTURE = ({"name": "sliding_window", "local_window_size": mixes.WINDOW}, {"name": "softmax"})
@@ -371,6 +372,11 @@ MIXERS = {
         mix=mixes.lsh,
         variants={"": LSH, "rotary": {**LSH, "rotary": RotaryEmbedding(theta=10.0)}},
         drawn=frozenset({"rotations"}),
+    ),
+    "indexed": Case(
+        mix=mixes.indexed,
+        variants={"": INDEXED, "rotary": {**INDEXED, "rotary": RotaryEmbedding(theta=10.0)}},
+        drawn=frozenset({"index_query", "index_key", "index_norm", "index_weights"}),
     ),
     "fnet": Case(
         mix=lambda mixer, x: mixes.naive("fnet")(x, norm=mixer.norm),
@@ -449,4 +455,4 @@ COST = {
 }
 TRANSFORMS = frozenset({"fnet", "hyena", "s4", "s4d"})
 # For 16 bits: options without choices between numbers, which rounding would change.
-NARROW = {"lsh": (("num_buckets", 1),)}
+NARROW = {"indexed": (("top_k", 64),), "lsh": (("num_buckets", 1),)}

@@ -206,6 +206,30 @@ def lsh(mixer, x):
     return jnp.einsum("tnh,nhd->td", y[0], mixer.out.kernel[...])
 
 
+def indexed(mixer, x):
+    def turn(x):
+        return x if mixer.rotary is None else turned(x, mixer.rotary.theta)
+
+    def project(layer):
+        return jnp.einsum("td,dnh->tnh", x, layer.kernel[...])[None]
+
+    key = x @ mixer.index_key.kernel[...]
+    centred = key - key.mean(-1, keepdims=True)
+    key = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+    key = key * mixer.index_norm.scale[...] + mixer.index_norm.bias[...]
+    index_query = (x @ mixer.index_query.kernel[...]).reshape(len(x), -1, key.shape[-1])
+    y = naive("indexed")(
+        turn(project(mixer.query)),
+        turn(project(mixer.key)),
+        project(mixer.value),
+        index_query=turn(index_query[None]),
+        index_key=turn(key[None, :, None])[:, :, 0],
+        index_weights=(x @ mixer.index_weights.kernel[...])[None],
+        top_k=mixer.top_k,
+    )
+    return jnp.einsum("tnh,nhd->td", y[0], mixer.out.kernel[...])
+
+
 def turned(x, theta):
     """The rotary embedding of positions t, by complex numbers.
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from effattn.arrays import dtypes, mesh_axes
 from effattn.arrays.products import widened
-from effattn.cores.folding import fold
+from effattn.cores.folding import fold, unfold
 
 # Maximum pairs in a tile.
 _PAIRS = 256
@@ -76,16 +76,21 @@ def attend(
     return _attend(precision, *mesh_axes.vary_alike(arrays))
 
 
-def largest(scores: jax.Array, count: int) -> jax.Array:
-    """Indices of the `count` largest scores `(..., n)`, int32; -1 for a score of `dtypes.lowest`.
+def ranked(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Indices of the `count` largest scores `(..., n)`, int32, and whether they are scores.
 
-    Equal scores go to the smaller index.
+    Equal scores go to the smaller index. A score of `dtypes.lowest` is none.
     """
     index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
     # XLA sorts the rows of each device alone, but gathers those of all devices for `lax.top_k`.
     found, index = lax.sort((-scores, index), num_keys=1, is_stable=True)
-    found, index = (x[..., :count] for x in (found, index))
-    return jnp.where(found < -dtypes.lowest(found.dtype), index, -1)
+    return index[..., :count], found[..., :count] < -dtypes.lowest(found.dtype)
+
+
+def largest(scores: jax.Array, count: int) -> jax.Array:
+    """The indices of `ranked`, -1 for none."""
+    index, is_score = ranked(scores, count)
+    return jnp.where(is_score, index, -1)
 
 
 def in_tiles_of_queries(function: Any, arrays: Any, tokens: int) -> Any:
@@ -99,7 +104,7 @@ def in_tiles_of_queries(function: Any, arrays: Any, tokens: int) -> Any:
     length = len(jax.tree.leaves(arrays)[0])
     tokens = min(tokens, max(length, 1))
     results = lax.map(function, jax.tree.map(lambda x: fold(x, tokens, 0), arrays))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:length], results)
+    return jax.tree.map(lambda x: unfold(x, length, 0), results)
 
 
 def _pairs_of(pairs: int, blocks: int) -> int:

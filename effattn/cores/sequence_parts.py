@@ -89,6 +89,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
             {
                 "block_linformer_attention",
                 "hierarchical_attention",
+                "indexed_attention",
                 "linformer_attention",
                 "nystrom_attention",
             }

@@ -186,7 +186,7 @@ def attend(
     query = query.reshape(*batch, length, key_heads, heads // key_heads, -1)
     out, lse = head(query, key, value, sums, positions, limits)
     shape = *batch, length, heads
-    return out.reshape(*shape, -1), lse.reshape(shape)
+    return out.reshape(*shape, value.shape[-1]), lse.reshape(shape)
 
 
 def _choose(query, sums, positions, limit, size, top_k):

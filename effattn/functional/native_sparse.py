@@ -56,7 +56,7 @@ def naive(
     """
     i, j = pairs.i[:, None], pairs.j
     at = _windows(len(key), compression_size, compression_stride)  # (M, l)
-    of_compressed = (compress or means)(key[at], value[at])
+    of_compressed = (compress or _means)(key[at], value[at])
     last = jnp.asarray(at[:, -1])
     is_seen = pairs.valid[:, None] & pairs.present[last] & (last <= i)
     chosen = selected[:, j // block_size] != 0
@@ -72,6 +72,12 @@ def naive(
 def _windows(length, size, stride):
     """The tokens of each block to compress, int `(M, l)`."""
     return np.arange(0, length - size + 1, stride)[:, None] + np.arange(size)
+
+
+def _means(*blocks):
+    """The mean of each block `(..., l, H)`."""
+    wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in blocks)
+    return [mean.mean(-2).astype(x.dtype) for mean, x in zip(wide, blocks, strict=True)]
 
 
 def _selection(
@@ -97,7 +103,7 @@ def _selection(
     key, value = (jnp.where(t[:, None, None] < lengths, x, 0) for x in (key, value))
     at = _windows(length, compression_size, compression_stride)
     blocks = (jnp.moveaxis(x[..., at, :, :], -3, -2) for x in (key, value))  # (*B, M, K, l, H)
-    keys = (compress or means)(*blocks)[0]
+    keys = (compress or _means)(*blocks)[0]
     scale = size**-0.5 if scale is None else scale
 
     query = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, size).astype(wide)
@@ -117,15 +123,6 @@ def _selection(
     rank = ((other > this) | ((other == this) & (n < n[:, None]))).sum(-1)
     selected = jnp.moveaxis((rank < num_selected) & (n <= own), -3, -2)
     return {"selected": jnp.repeat(selected, heads // key_heads, -2)}
-
-
-def means(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Means of the keys `(..., l, H)` and values `(..., l, Hv)` of each block."""
-
-    def mean(x):
-        return x.mean(-2, dtype=dtypes.wide(x.dtype)).astype(x.dtype)
-
-    return mean(keys), mean(values)
 
 
 @with_naive(over_pairs(naive, per_query=("gates", "selected"), derived=_selection))
@@ -210,7 +207,9 @@ def native_sparse_attention(
         run = mesh_axes.placed(run, query, PartitionSpec(*mesh_axes.spec(query)[:-1], None))
         scale = jnp.asarray(given.scale, dtypes.wide(query, key, value))
         (out,) = run((query, key, value), compressed, gates, limits, scale)
-    return checkpoint_name(attention.clear_rows(out, out[..., 0], present)[0], name)
+    if present is not None:
+        out = jnp.where(present[..., None, None], out, 0)
+    return checkpoint_name(out, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,6 +277,15 @@ class Settings:
         return compressed_blocks(blocks(key), blocks(value), compress)
 
 
+def means(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Means of the keys `(..., l, H)` and values `(..., l, Hv)` of each block."""
+
+    def mean(x):
+        return x.mean(-2, dtype=dtypes.wide(x.dtype)).astype(x.dtype)
+
+    return mean(keys), mean(values)
+
+
 def compressed_blocks(
     keys: jax.Array, values: jax.Array, compress: Compress | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -311,7 +319,7 @@ def attend(
       compressed: keys `(*B, M, K, H)` and values `(*B, M, K, Hv)`; those that have not ended at a
         query are not read.
       gates: `(*B, T, N, 3)`.
-      offset: position of the first query among the keys: 0, or int32 `(*B)`.
+      offset: position of the first query among the keys: 0, or int32 `(B,)` for *B = (B,).
       limits: int32 `(*B)`, valid keys.
       scale: multiplies the logits.
       precision: of the products of the attention.
@@ -349,9 +357,30 @@ def attend(
         head = jax.vmap(head)
     groups = query.reshape(*batch, length, key.shape[-2], count // key.shape[-2], -1)
     outs = head(groups, key, value, *compressed, positions, limits)
-    first, second = (out.reshape(*batch, length, count, -1) for out in outs)
+    first, second = (out.reshape(*batch, length, count, value.shape[-1]) for out in outs)
 
-    near = attention.check(
+    third = _attend_window(settings, heads, offset, limits, scale, precision)
+
+    wide = dtypes.wide(query, value)
+    parts = (first, second, third)
+    mixed = (dtypes.product(gates[..., n, None], x.astype(wide)) for n, x in enumerate(parts))
+    return functools.reduce(jnp.add, mixed).astype(value.dtype)
+
+
+def _attend_window(settings: Settings, heads, offset, limits, scale, precision):
+    """The branch of the window, `(*B, T, N, Hv)`."""
+    query, key, value = heads
+    options = {"key_value_seq_lengths": limits}
+    if not isinstance(offset, int):
+        # Queries at other positions in each row: gather the keys around them.
+        before = min(settings.window - 1, key.shape[-3])
+        at = positions_from(offset - before, before + query.shape[-3])
+        key, value = (
+            jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(x, at) for x in (key, value)
+        )
+        is_key = (at >= 0) & (at < limits[:, None])
+        options, offset = {"mask": is_key[:, None, None]}, before
+    given = attention.check(
         "native_sparse_attention",
         query,
         key,
@@ -359,17 +388,12 @@ def attend(
         is_causal=True,
         local_window_size=(settings.window - 1, 0),
         query_offset=offset,
-        key_value_seq_lengths=limits,
         scale=scale,
         precision=precision,
         implementation="xla",
+        **options,
     )
-    third, _ = attention.attend(query, key, value, near)
-
-    wide = dtypes.wide(query, value)
-    parts = (first, second, third)
-    mixed = (dtypes.product(gates[..., n, None], x.astype(wide)) for n, x in enumerate(parts))
-    return functools.reduce(jnp.add, mixed).astype(value.dtype)
+    return attention.attend(query, key, value, given)[0]
 
 
 def _attend_compressed(settings: Settings, heads, positions, last, length, scale, precision):

@@ -42,6 +42,7 @@ from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
+from effattn.nn.indexed import IndexedSelfAttention
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
@@ -123,6 +124,7 @@ __all__ = [
     "Hyena",
     "HyenaState",
     "KimiDeltaAttention",
+    "IndexedSelfAttention",
     "LSHSelfAttention",
     "LSTM",
     "LatentAttention",

@@ -1,4 +1,4 @@
-"""Sequence parallelism by compressed keys, for low-rank, landmark and hierarchical attention."""
+"""Sequence parallelism by shared keys: low-rank, landmark, hierarchical and indexed attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ from effattn.parallel.parts import over_parts
 
 
 def share_keys(function: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
-    """Returns attention to compressed keys for a sequence that devices hold in parts.
+    """Returns attention to shared keys for a sequence that devices hold in parts.
 
     Each device compresses its own keys and values; all devices get the compressed ones, and attend
-    to them from their own queries. Keys and queries themselves are not sent:
+    to them from their own queries. Only indexed attention sends keys and values themselves:
 
     - `linformer_attention`: a sum of the r projected keys and values over devices. The projections
       are for the whole sequence, equal on all devices.
@@ -19,6 +19,7 @@ def share_keys(function: Callable[..., Any], axis_name: str) -> Callable[..., An
     - `block_linformer_attention`: a gather of the slots of all blocks; parts are whole blocks.
     - `hierarchical_attention`: a gather of the r summaries of all segments; parts are whole
       segments.
+    - `indexed_attention`: a gather of the keys, values and index keys of all tokens.
 
     Call the result inside `jax.shard_map`. Its arrays of tokens are those of this device, where
     device n has the n-th part; lengths count all tokens.

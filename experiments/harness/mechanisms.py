@@ -60,6 +60,7 @@ def sizes(
         "bigbird": {"block_size": root},
         "random": {"block_size": root},
         "moba": {"block_size": root},
+        "indexed": {"top_k": quarter},
         "native_sparse": {
             "compression_size": max(2, root // 2),
             "compression_stride": max(1, root // 4),

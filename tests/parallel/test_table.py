@@ -56,6 +56,7 @@ OPTIONS = {
     "bigbird": {"block_size": 4, "num_window_blocks": 1},
     "random": {"block_size": 4},
     "moba": {"block_size": 4, "top_k": 3},
+    "indexed": {"top_k": 7},
     "native_sparse": {"compression_size": 4, "compression_stride": 2, "block_size": 4},
     "hierarchical": {"segment_size": 4, "num_levels": 2, "num_summaries": 2, "is_causal": True},
     "based": {"is_causal": True, "local_window_size": (3, 0)},
@@ -87,6 +88,11 @@ ARRAYS = {
     "performer": {"projection": numbers(KEY_HEADS, 7, SIZE)},
     "random_features": {"projection": numbers(KEY_HEADS, 7, SIZE) / 3},
     "native_sparse": {"gates": numbers(BATCH, TOKENS, HEADS, 3)},
+    "indexed": {
+        "index_query": numbers(BATCH, TOKENS, 2, 5),
+        "index_key": numbers(BATCH, TOKENS, 5),
+        "index_weights": numbers(BATCH, TOKENS, 2),
+    },
     "long_short": {
         "window_norm": (numbers(KEY_HEADS, SIZE), numbers(KEY_HEADS, SIZE)),
         "slot_norm": (numbers(KEY_HEADS, SIZE), numbers(KEY_HEADS, SIZE)),
@@ -96,7 +102,12 @@ ARRAYS = {
     "routing": {"centroids": numbers(HEADS, 5, SIZE)},
 }
 
-BY_TOKEN = ("gates",)  # those that devices hold in parts
+BY_TOKEN = (
+    "gates",
+    "index_query",
+    "index_key",
+    "index_weights",
+)  # those that devices hold in parts
 
 
 def inputs_of(name):
@@ -164,7 +175,8 @@ def test_each_mechanism_has_one_row():
     assert sorted(name for name, _ in ROWS) == sorted(registry.names())
 
 
-@pytest.mark.parametrize("name", slow_but_for([], BY_HEADS))
+# All heads of indexed attention choose alike, by arrays without heads.
+@pytest.mark.parametrize("name", slow_but_for([], [n for n in BY_HEADS if n != "indexed"]))
 def test_exchange_heads_takes_the_mechanism(name):
     equal(attended(name, parallel.exchange_heads), attended(name))
 
