@@ -77,6 +77,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "hierarchical_attention",
                 "linformer_attention",
                 "nystrom_attention",
+                "talking_heads_attention",
             }
         ),
     }

@@ -63,6 +63,7 @@ from effattn.nn.s4d import S4D
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.synthesizer import Synthesizer
+from effattn.nn.talking_heads import TalkingHeadsAttention
 from effattn.nn.transformer import Transformer, TransformerState
 
 __all__ = [
@@ -130,6 +131,7 @@ __all__ = [
     "ShortConvolution",
     "SwiGLU",
     "Synthesizer",
+    "TalkingHeadsAttention",
     "Transformer",
     "TransformerConfig",
     "TransformerLM",

@@ -90,6 +90,7 @@ SHARED = {
     "block_linformer": HEADS["block_linformer"],
     "hierarchical": {"segment_size": 4, "num_summaries": 2, "rotary": ROTARY},
     "nystrom": {"num_landmarks": 4, "is_causal": False},
+    "talking_heads": {"num_softmaxes": 3, "rotary": ROTARY},
 }
 OF_DOCUMENTS = [name for name in STATES if "segments" in registry.get(name).capabilities]
 # Documents that end within a device and at its edge, that cover a device, and paddings.
