@@ -57,6 +57,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "DifferentialSelfAttention",
                 "GatedDeltaNet",
                 "GatedLinearAttention",
+                "GatedSelfAttention",
                 "HedgehogSelfAttention",
                 "LSHSelfAttention",
                 "LatentAttention",

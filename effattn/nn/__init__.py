@@ -29,6 +29,7 @@ from effattn.nn.feed_forward import ChunkedFeedForward, FeedForward, SwiGLU
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_delta_net import GatedDeltaNet
 from effattn.nn.gated_linear import GatedLinearAttention
+from effattn.nn.gated_self_attention import GatedSelfAttention
 from effattn.nn.gmlp import GatedMLP
 from effattn.nn.gru import GRU
 from effattn.nn.hedgehog import HedgehogSelfAttention
@@ -97,6 +98,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedMLP",
+    "GatedSelfAttention",
     "HedgehogSelfAttention",
     "HybridHeads",
     "HybridState",

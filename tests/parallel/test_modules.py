@@ -213,6 +213,14 @@ def test_documents_of_exchanged_heads(name):
     check(name, parallel.exchange_heads, options, segment_ids=IDS, lengths=LENGTHS)
 
 
+@pytest.mark.slow
+def test_gates_read_the_tokens_of_their_device():
+    module = filled_at_random(lambda: nn.GatedSelfAttention(FEATURES, 4, rngs=nnx.Rngs(0)))
+    found, right = (program(module, form) for form in (parallel.exchange_heads, None))
+    assert_close(found[0], right[0], 1e-5)
+    assert_close(found[1], right[1], 1e-4)
+
+
 LINEAR_OR_EXACT = ("linear", "softmax", {"name": "softmax", "num_kv_heads": 2})
 
 
