@@ -20,6 +20,7 @@ from effattn.functional.differential import differential_attention  # isort: ski
 import effattn.functional.latent  # isort: skip
 from effattn.functional.stick_breaking import stick_breaking_attention  # isort: skip
 from effattn.functional.entmax import entmax_attention  # isort: skip
+from effattn.functional.talking_heads import talking_heads_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
@@ -180,6 +181,7 @@ __all__ = [
     "state_space_duality",
     "support",
     "synthesizer_attention",
+    "talking_heads_attention",
     "testing",
     "tune",
 ]

@@ -41,6 +41,7 @@ Run = tuple[tuple[str, ...], str | None]
 
 # Tests of files that several mechanisms share. Keys are regular expressions of paths in `effattn`.
 RULES: dict[str, tuple[Run, ...]] = {
+    r"xla/block_rows": ((("tests/laws",), "stick_breaking or entmax"),),
     r"(cores|xla|interfaces)/(block_\w+|tiling|walks)": (
         (("tests/xla/test_block_attention.py", "tests/xla/test_walks.py"), None),
         (("tests/functional/test_softmax.py",), None),

@@ -414,6 +414,9 @@ MIXERS = {
             "rotary": {"rotary": RotaryEmbedding(theta=10.0), "rotary_dim": 4, "query_rank": 5},
         },
     ),
+    "talking_heads": Case(
+        mix=mixes.talking_heads, variants={"": {}, "more": {"num_softmaxes": 3, "num_kv_heads": 1}}
+    ),
     "lstm": Case(),
     "slstm": Case(variants={"": {}, "exp": {"forget_gate": "exp"}}),
     "gru": Case(),

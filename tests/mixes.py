@@ -111,6 +111,22 @@ def hyena(mixer, x):
     return z @ mixer.out.kernel[...]
 
 
+def talking_heads(mixer, x):
+    query, key, value = (
+        jnp.einsum("td,dnh->tnh", x, layer.kernel[...])[None]
+        for layer in (mixer.query, mixer.key, mixer.value)
+    )
+    (y,) = naive("talking_heads")(
+        query,
+        key,
+        value,
+        logits_mix=mixer.logits_mix[...],
+        weights_mix=mixer.weights_mix[...],
+        is_causal=mixer.is_causal,
+    )
+    return jnp.einsum("tnh,nhd->td", y, mixer.out.kernel[...])
+
+
 def rwkv4(mixer, x):
     before = jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
     r, k, v = (

@@ -33,6 +33,7 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     "forgetting": {"log_forget": _DECAY},
     "dilated": {"dilation": "2"},
     "differential": {"lambda_": "0.5"},
+    "talking_heads": {"logits_mix": "jnp.eye(N)", "weights_mix": "jnp.eye(N)"},
     "longformer": {
         "global_mask": "jnp.zeros((B, T), bool).at[:, :16].set(True)",
         "max_global": "16",

@@ -68,6 +68,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "GatedDeltaProduct",
                 "GatedLinearAttention",
                 "GatedSlotAttention",
+                "GatedSelfAttention",
                 "HedgehogSelfAttention",
                 "KimiDeltaAttention",
                 "LSHSelfAttention",
@@ -92,6 +93,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "indexed_attention",
                 "linformer_attention",
                 "nystrom_attention",
+                "talking_heads_attention",
             }
         ),
     }

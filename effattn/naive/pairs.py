@@ -236,6 +236,7 @@ def over_pairs(
     derived: Callable[..., Mapping[str, Any]] | None = None,
     queries: int = 1,
     heads: bool = True,
+    together: bool = False,
     is_causal: bool = True,
     wide: bool = False,
     state_axes: Any = 0,
@@ -260,6 +261,8 @@ def over_pairs(
       queries: number of inputs, from the first, that have a row for each query; the others have a
         row for each key.
       heads: False if the inputs have no axis of heads.
+      together: give `naive` all heads of an example in one call: inputs `(T, N, H)`, and `Pairs`
+        that are the same for all heads. Options may not differ by head.
       is_causal: direction, for a mechanism without an argument `is_causal`.
       wide: give `naive` its arrays in at least float32.
       state_axes: the axes of heads in the state without batch dimensions, as in `jax.vmap`; None
@@ -278,10 +281,10 @@ def over_pairs(
             given |= make(**given)
         arrays = [jnp.asarray(given[name]) for name in inputs]
         first, last = arrays[0], arrays[-1]
-        axis = -3 if heads else -2
+        axis, by_head = -3 if heads else -2, heads and not together
         shape, time, keys = last.shape[:axis], first.shape[axis], last.shape[axis]
         counts = [x.shape[-2] for x in arrays]
-        num_heads = max(counts) if heads else None
+        num_heads = max(counts) if by_head else None
         arrays = [jnp.broadcast_to(x, (*shape, *x.shape[axis:])) for x in arrays]
 
         def of_pairs(array):
@@ -362,7 +365,7 @@ def over_pairs(
                 out_axes=1 if second is None else (1, state_axes if second == "state" else 1),
                 state_axes=state_axes,
             )
-        if second != "state" or not heads:
+        if second != "state" or not by_head:
             return result
         state = lifting.first_of_groups(result[1], len(shape), counts[-1], state_axes)
         return result[0], state

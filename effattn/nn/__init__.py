@@ -35,6 +35,7 @@ from effattn.nn.forgetting import ForgettingAttention
 from effattn.nn.gated_delta_net import GatedDeltaNet
 from effattn.nn.gated_delta_net_2 import GatedDeltaNet2
 from effattn.nn.gated_linear import GatedLinearAttention
+from effattn.nn.gated_self_attention import GatedSelfAttention
 from effattn.nn.gated_slot import GatedSlotAttention
 from effattn.nn.gmlp import GatedMLP
 from effattn.nn.gru import GRU
@@ -79,6 +80,7 @@ from effattn.nn.self_attention import SelfAttention
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.slstm import SLSTM
 from effattn.nn.synthesizer import Synthesizer
+from effattn.nn.talking_heads import TalkingHeadsAttention
 from effattn.nn.transformer import Transformer, TransformerState
 
 __all__ = [
@@ -118,6 +120,7 @@ __all__ = [
     "GatedMLP",
     "GatedSlotAttention",
     "HGRN2",
+    "GatedSelfAttention",
     "HedgehogSelfAttention",
     "HybridHeads",
     "HybridState",
@@ -160,6 +163,7 @@ __all__ = [
     "ShortConvolution",
     "SwiGLU",
     "Synthesizer",
+    "TalkingHeadsAttention",
     "Transformer",
     "TransformerConfig",
     "TransformerLM",

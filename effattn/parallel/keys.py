@@ -10,7 +10,7 @@ def share_keys(function: Callable[..., Any], axis_name: str) -> Callable[..., An
     """Returns attention to shared keys for a sequence that devices hold in parts.
 
     Each device compresses its own keys and values; all devices get the compressed ones, and attend
-    to them from their own queries. Only indexed attention sends keys and values themselves:
+    to them from their own queries. The last two send keys and values themselves:
 
     - `linformer_attention`: a sum of the r projected keys and values over devices. The projections
       are for the whole sequence, equal on all devices.
@@ -20,6 +20,8 @@ def share_keys(function: Callable[..., Any], axis_name: str) -> Callable[..., An
     - `hierarchical_attention`: a gather of the r summaries of all segments; parts are whole
       segments.
     - `indexed_attention`: a gather of the keys, values and index keys of all tokens.
+    - `talking_heads_attention`: a gather of the keys and values themselves, because logits mix
+      across heads.
 
     Call the result inside `jax.shard_map`. Its arrays of tokens are those of this device, where
     device n has the n-th part; lengths count all tokens.

@@ -104,6 +104,7 @@ SHARED = {
     "hierarchical": {"segment_size": 4, "num_summaries": 2, "rotary": ROTARY},
     "nystrom": {"num_landmarks": 4, "is_causal": False},
     "indexed": {"top_k": 7, "rotary": ROTARY},
+    "talking_heads": {"num_softmaxes": 3, "rotary": ROTARY},
 }
 OF_DOCUMENTS = [name for name in STATES if "segments" in registry.get(name).capabilities]
 # Documents that end within a device and at its edge, that cover a device, and paddings.
@@ -224,6 +225,14 @@ def test_mixers_exchange_heads(name):
 def test_documents_of_exchanged_heads(name):
     options = {"heads": 4, **HEADS[name]}
     check(name, parallel.exchange_heads, options, segment_ids=IDS, lengths=LENGTHS)
+
+
+@pytest.mark.slow
+def test_gates_read_the_tokens_of_their_device():
+    module = filled_at_random(lambda: nn.GatedSelfAttention(FEATURES, 4, rngs=nnx.Rngs(0)))
+    found, right = (program(module, form) for form in (parallel.exchange_heads, None))
+    assert_close(found[0], right[0], 1e-5)
+    assert_close(found[1], right[1], 1e-4)
 
 
 LINEAR_OR_EXACT = ("linear", "softmax", {"name": "softmax", "num_kv_heads": 2})

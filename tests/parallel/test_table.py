@@ -64,6 +64,7 @@ OPTIONS = {
     "hedgehog": {"is_causal": True},
     "performer": {"is_causal": True},
     "linformer": {"key_projection": PROJECTION, "value_projection": PROJECTION},
+    "talking_heads": {"is_causal": True},
     "block_linformer": {"key_projection": IN_BLOCK, "value_projection": IN_BLOCK},
     "long_short": {"window_size": 3, "segment_size": 4, "projection": IN_BLOCK.T},
     "nystrom": {"num_landmarks": 4},
@@ -98,6 +99,7 @@ ARRAYS = {
         "slot_norm": (numbers(KEY_HEADS, SIZE), numbers(KEY_HEADS, SIZE)),
     },
     "nystrom": {"skip_kernel": numbers(KEY_HEADS, 3)},
+    "talking_heads": {"logits_mix": numbers(HEADS, 3), "weights_mix": numbers(3, HEADS)},
     "lsh": {"rotations": effattn.lsh_rotations(jax.random.key(0), 2, 4, SIZE, num_heads=HEADS)},
     "routing": {"centroids": numbers(HEADS, 5, SIZE)},
 }
@@ -166,9 +168,11 @@ SHARED = [name for name, call in ROWS if call == "share_keys"]
 BY_HEADS = [
     name
     for name, call in ROWS
-    if call in ("exchange_heads", "share_keys") and registry.get(name).function is not None
+    if call in ("exchange_heads", "share_keys")
+    and registry.get(name).function is not None
+    and name != "talking_heads"  # no device may have some of its heads alone
 ]
-INPUTS = {name: inputs_of(name) for name in BY_HEADS}
+INPUTS = {name: inputs_of(name) for name in {*BY_HEADS, *SHARED}}
 
 
 def test_each_mechanism_has_one_row():

@@ -1,0 +1,41 @@
+"""Self-attention whose heads pass a sigmoid gate before the output projection."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from effattn.nn.layers import Layers
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
+
+
+class GatedSelfAttention(SelfAttention):
+    """Self-attention with a gate on its output (Qiu et al. 2025, "Gated Attention").
+
+        y = (sigmoid(x Wg) * attention(q, k, v)) Wo
+
+    The gate reads the token itself, so a token can shut a head off, and needs no attention sink.
+    A model takes the class as a mixer: `TransformerConfig(mixer=GatedSelfAttention, ...)`.
+
+    Args:
+      by_head: one gate a head, in place of one for each feature of a head. Default False, which the
+        paper found better.
+      **options: as in `SelfAttention`; `attention` is its third argument, by default "softmax".
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        attention: str | Callable[..., Any] = "softmax",
+        *,
+        by_head: bool = False,
+        **options: SelfAttentionOptions,
+    ):
+        super().__init__(in_features, num_heads, attention, **options)
+        gates = 1 if by_head else self.value_dim
+        self.gate = Layers(**options).heads(in_features, (num_heads, gates))
+
+    def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        return self.out(jax.nn.sigmoid(self.gate(x)) * out)
