@@ -103,7 +103,7 @@ def differential_attention(
         return (first.astype(wide) - second).astype(value.dtype)
 
 
-def lambda_init_of_layer(layer: int) -> dict[str, float]:
+def lambda_init_of_layer(layer: int, _: int) -> dict[str, float]:
     """The initial lambda of the paper for a layer of a model, counted from 0."""
     return {"lambda_init": 0.8 - 0.6 * math.exp(-0.3 * layer)}
 
