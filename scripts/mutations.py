@@ -115,7 +115,7 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/laws/test_default.py",), "softmax or linear"),
     ),
     r"cores/chosen_blocks": (
-        (("tests/functional/test_moba.py", "tests/functional/test_native_sparse.py"), None),
+        (("tests/cores/test_chosen_blocks.py", "tests/functional/test_moba.py"), None),
         (("tests/laws/test_laws.py",), "moba"),
     ),
     r"(cores|nn)/experts": ((("tests/cores/test_experts.py", "tests/nn/test_experts.py"), None),),

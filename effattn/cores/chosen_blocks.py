@@ -97,12 +97,13 @@ def in_tiles_of_queries(function: Any, arrays: Any, tokens: int) -> Any:
     """Maps a function over tiles of `tokens` queries, one tile in memory at a time.
 
     Args:
-      function: from a pytree of `(tokens, ...)` to a pytree of `(tokens, ...)`, row by row.
+      function: from a pytree of `(m, ...)` to a pytree of `(m, ...)`, row by row, m <= `tokens`.
       arrays: pytree of `(T, ...)`.
       tokens: queries in a tile.
     """
     length = len(jax.tree.leaves(arrays)[0])
-    tokens = min(tokens, max(length, 1))
+    if length <= tokens:
+        return function(arrays)
     results = lax.map(function, jax.tree.map(lambda x: fold(x, tokens, 0), arrays))
     return jax.tree.map(lambda x: unfold(x, length, 0), results)
 

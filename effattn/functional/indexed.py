@@ -21,7 +21,7 @@ from effattn.options import Packing, Padding, Precision, Residual, Scale, declar
 # Queries whose index scores are in memory at a time.
 _QUERIES = 64
 # Keys that queries have gathered in memory at a time.
-_GATHERED = 2**14
+_GATHERED = 2**13
 
 
 class Options(Padding, Packing, Scale, Residual, Precision, total=False):
@@ -275,13 +275,17 @@ def attend(
             out = out.reshape(*shape, value.shape[-1]).astype(value.dtype)
             return out, lse.reshape(shape)
 
-        tokens = max(_GATHERED // chosen.at.shape[-1], 1)
-        return in_tiles_of_queries(tile, (query, chosen), tokens)
+        return in_tiles_of_queries(tile, (query, chosen), tile_of(chosen))
 
     for _ in query.shape[:-3]:
         example = jax.vmap(example)
     with reverse_mode.only("indexed attention", "a dense form of it"):
         return example(*mesh_axes.vary_alike((query, key, value, chosen)))
+
+
+def tile_of(chosen: Chosen) -> int:
+    """Number of queries that gather their keys at a time."""
+    return max(_GATHERED // chosen.at.shape[-1], 1)
 
 
 def weights_of(query, key, chosen: Chosen, scale, precision) -> tuple[jax.Array, jax.Array]:

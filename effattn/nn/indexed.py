@@ -186,6 +186,6 @@ def _divergences(query, key, index, chosen, scale):
             return (seen * logs).sum(-1)
 
         arrays = query, index.query, index.weights, chosen
-        return in_tiles_of_queries(tile, arrays, max(2**14 // chosen.at.shape[-1], 1))
+        return in_tiles_of_queries(tile, arrays, indexed.tile_of(chosen))
 
     return example(query, key, index, chosen)

@@ -1,0 +1,74 @@
+"""Tiles of queries, and sparse mechanisms over several of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn.cores import chosen_blocks
+from effattn.functional import indexed, moba, native_sparse
+from effattn.testing.functions import assert_close
+
+LENGTH, TILE = 45, 16
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 48])
+def test_tiles_of_queries_give_the_rows_of_one_call(length):
+    x = np.arange(2.0 * length, dtype=np.float32).reshape(length, 2)
+
+    def function(given):
+        x, y = given
+        return 2 * x, (x.sum(-1) + y).astype(jnp.int32)
+
+    found = chosen_blocks.in_tiles_of_queries(function, (x, x[:, 0]), TILE)
+    np.testing.assert_array_equal(found[0], 2 * x)
+    np.testing.assert_array_equal(found[1], x.sum(-1) + x[:, 0])
+
+
+def test_equal_scores_are_ranked_by_index_and_the_lowest_are_none():
+    lowest = np.finfo(np.float32).min
+    lowest = np.nextafter(lowest, np.float32(0))
+    scores = np.array([[3, 5, 5, lowest], [lowest, 0, lowest, lowest]], np.float32)
+    found = chosen_blocks.largest(scores, 3)
+    np.testing.assert_array_equal(found, [[1, 2, 0], [1, -1, -1]])
+
+
+def draw(*shape):
+    return np.random.default_rng(0).normal(size=(2, LENGTH, *shape))
+
+
+CASES = {
+    "moba": (effattn.moba_attention, {"block_size": 4, "top_k": 3}, {}),
+    "native_sparse": (
+        effattn.native_sparse_attention,
+        {"compression_size": 4, "compression_stride": 2, "block_size": 4, "num_selected": 4},
+        {"gates": draw(4, 3)},
+    ),
+    "indexed": (
+        effattn.indexed_attention,
+        {"top_k": 5},
+        {"index_query": draw(2, 3), "index_key": draw(3), "index_weights": draw(2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_tiles_agree_with_the_naive_form(name, monkeypatch):
+    """Outputs and gradients; indexed attention gathers keys for tiles of 3 queries."""
+    for module in (indexed, moba, native_sparse):
+        monkeypatch.setattr(module, "_QUERIES", TILE)
+    monkeypatch.setattr(indexed, "_GATHERED", 15)
+    function, options, own = CASES[name]
+    arrays = {"query": draw(4, 6), "key": draw(2, 6), "value": draw(2, 5), **own}
+
+    def run(implementation, arrays):
+        call = functools.partial(function, **options, implementation=implementation)
+        out, pull_back = jax.vjp(lambda arrays: call(**arrays), arrays)
+        return out, pull_back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+    with jax.enable_x64(True):
+        fast, slow = (jax.jit(functools.partial(run, n))(arrays) for n in ("xla", "naive"))
+        assert_close(fast, slow, 1e-10)
