@@ -301,6 +301,7 @@ FUNCTIONS = {
         arguments=strengths_and_decays_of_steps,
         decays=frozenset({"log_decay"}),
         bounded=bounded_steps,
+        tuning={"chunk_size": 8},
     ),
     "kimi_delta": Recurrent(
         arguments=strengths_and_decays_of_features,
