@@ -64,6 +64,11 @@ def decoder_from_transformers(
       ValueError: a model of another type, an option that effattn has not, or a name that is
         missing, unexpected or has an array of another shape.
     """
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise ValueError(
+            "config must be the configuration of a transformers model, or a mapping such as its "
+            f"config.json, got {type(config).__name__}"
+        )
     given = config if isinstance(config, Mapping) else config.to_dict()
     ours = _configuration(given, dtype, param_dtype)
     graph, state = nnx.split(nnx.eval_shape(lambda: TransformerLM(ours, rngs=nnx.Rngs(0))))

@@ -12,7 +12,7 @@ from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
-from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.rotary import RotaryEmbedding, check_rotary
 from effattn.nn.tokens import padding_of
 from effattn.parallel.heads import attend_in_parts
 
@@ -78,8 +78,7 @@ class LatentAttention(CachedMixer):
         self.query_rank = (
             None if query_rank is None else _rank("query_rank", query_rank, in_features)
         )
-        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
-            raise ValueError(f"rotary must be a RotaryEmbedding or None, got {rotary!r}")
+        check_rotary(rotary, rotary_dim=self.rotary_dim)
         self.rotary = rotary
         make = Layers(**options)
         rank = self.query_rank

@@ -61,7 +61,7 @@ class RelativePositionBias(Module):
         **options: Unpack[Parameters],
     ):
         heads = checks.at_least("num_heads", num_heads, 1, "heads")
-        self.is_causal = checks.flag("is_causal", is_causal)
+        self.num_heads, self.is_causal = heads, checks.flag("is_causal", is_causal)
         sides = 1 if is_causal else 2
         buckets = checks.at_least("num_buckets", num_buckets, 2 * sides, "buckets")
         if buckets % (2 * sides):
