@@ -61,7 +61,7 @@ def decoder_from_transformers(
       A `TransformerLM` whose logits are those of the model.
 
     Raises:
-      ValueError: a model of another type, an option that effattn has not, or a name that is
+      ValueError: a model of another type, an option that effattn does not have, or a name that is
         missing, unexpected or has an array of another shape.
     """
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):

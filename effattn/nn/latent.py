@@ -1,4 +1,4 @@
-"""Mixer with multi-head latent attention, whose cache holds a latent and a rotary key a token."""
+"""Mixer with multi-head latent attention, which caches a latent and a rotary key per token."""
 
 from typing import Any, Unpack
 
@@ -27,11 +27,11 @@ class LatentAttention(CachedMixer):
         k_n = [c Wk_n, s];   v_n = c Wv_n
         y = dot_product_attention(q, k, v) Wo
 
-    The keys and values of all heads come from one latent c of r numbers a token. The heads share
-    the rotary part s of their keys, R numbers a token. A call on whole sequences expands the latent
-    to keys and values; the norms are RMS norms.
+    The keys and values of all heads are computed from one latent c, r numbers per token. The heads
+    share the rotary part s of their keys, R numbers per token. A call on whole sequences expands
+    the latent to keys and values. The norms are RMS norms.
 
-    The decode state caches c and s alone, r + R numbers a token. Decoding applies Wk_n to the
+    The decode state caches c and s alone, r + R numbers per token. Decoding applies Wk_n to the
     queries and Wv_n to the outputs, so that all heads attend to the latents themselves, as in
     attention with one key head. A step costs O(S N (2 r + R)) for S tokens so far.
 

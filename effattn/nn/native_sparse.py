@@ -22,7 +22,7 @@ class NativeSparseSelfAttention(SelfAttention):
 
     phi compresses the l tokens of a block of one key head to one vector. P, `(l, H)`, is learned
     for the places in the block. There is one phi for keys and one for values, shared by all key
-    heads. g has three gates a token and head; bg starts at 0.
+    heads. g has three gates for each token and head; bg starts at 0.
 
     Args:
       compression_size: l, tokens in a compressed block.
