@@ -118,6 +118,10 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/cores/test_chosen_blocks.py", "tests/functional/test_moba.py"), None),
         (("tests/laws/test_laws.py",), "moba"),
     ),
+    r"cores/native_sparse": (
+        (("tests/functional/test_native_sparse.py",), None),
+        (("tests/laws/test_laws.py",), "native_sparse"),
+    ),
     r"(cores|nn)/experts": ((("tests/cores/test_experts.py", "tests/nn/test_experts.py"), None),),
     r"arrays/angles": ((("tests/arrays/test_angles.py",), None),),
     r"nn/options": ((("tests/nn/test_options.py",), None),),

@@ -37,9 +37,8 @@ def checked(function: Function) -> Function:
     @functools.wraps(function)
     def call(*args, **kwargs):
         if not takes_any and (unknown := kwargs.keys() - parameters.keys()):
-            raise TypeError(
-                f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}"
-            )
+            name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+            raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
         known = zip(names, args, strict=False)
         first = [rules[n](n, x) if n in rules else x for n, x in known]
         named = {n: rules[n](n, x) if n in rules else x for n, x in kwargs.items()}

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 
 from effattn.arrays import checks
 from effattn.arrays.segments import positions_from, within
+from effattn.cores.native_sparse import SIZES, Settings, attend, compressed_blocks
 from effattn.decode.decoder import Decoder, Sizes
 from effattn.decode.tokens import append_to, stored
-from effattn.functional.native_sparse import Settings, attend, compressed_blocks
-
-_SIZES = ("compression_size", "compression_stride", "block_size", "num_selected", "window_size")
 
 
 @jax.tree_util.register_dataclass
@@ -45,14 +43,12 @@ class NativeSparseDecoder(Decoder):
     _state = NativeSparseState
 
     def _takes(self):
-        return (*_SIZES, "compress", "scale", "precision", "implementation")
+        return (*SIZES, "compress", "scale", "precision", "implementation")
 
     @property
     def settings(self) -> Settings:
         """The checked sizes, from the options or the defaults of the function."""
-        defaults = Settings.of(32, 16, 64, 16, 512)
-        given = zip(_SIZES, dataclasses.astuple(defaults), strict=True)
-        return Settings.of(*(self.options.get(name, default) for name, default in given))
+        return Settings.among(self.options)
 
     def _empty(self, sizes: Sizes, gates=None):
         settings = self.settings

@@ -19,6 +19,7 @@ registry.register(
         naive=over_examples(naive),
         takes_heads=False,
         capabilities=frozenset({"bidirectional", "lengths", "segments"}),
+        reasons={"causal": "one of its two mixers reads the tokens from the end"},
         options={"mixer": "mamba"},
         builder="effattn.nn.bidirectional:Bidirectional",
         complexity="twice that of its mixer",

@@ -53,7 +53,7 @@ def forgetting_attention(
     r"""Forgetting attention (Lin et al. 2025, "Forgetting Transformer").
 
     Softmax attention in which each token multiplies the weights of all earlier tokens by its forget
-    gate f, a number a head:
+    gate f, one number for each head:
 
         out_i = sum_(j <= i) softmax_j(logits_ij) v_j
         logits_ij = scale * q_i . k_j + sum_(l = j + 1 to i) log f_l

@@ -41,10 +41,10 @@ def gated_delta_rule_2_attention(
         S_t = (I - k_t (b_t * k_t)^T) diag(alpha_t) S_(t-1) + k_t (w_t * v_t)^T
         out_t = scale * S_t^T q_t,    alpha = exp(log_decay)
 
-    With b = w = beta, a number a head, this is Kimi delta attention (`delta_rule_attention`). Keys
-    are not normalised; with keys of length 1 and gates in [0, 1] the state stays bounded. Always
-    causal. Time is O(T (C (H + Hv) + H Hv)) for chunks of C tokens, memory O(T), state H x Hv
-    numbers a key head.
+    With b = w = beta, one number for each head, this is Kimi delta attention
+    (`delta_rule_attention`). Keys are not normalised; with keys of length 1 and gates in [0, 1] the
+    state stays bounded. Always causal. Time is O(T (C (H + Hv) + H Hv)) for chunks of C tokens,
+    memory O(T), the state H x Hv numbers for each key head.
 
     "Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention".
 

@@ -2,8 +2,8 @@
 
     S_t = diag(f_t) S_(t-1) + (1 - f_t) v_t^T;    out_t = S_t^T q_t
 
-The formula and the function are those of `effattn.functional.gated_linear`, with the key 1 - f and
-the log decay log f.
+The function is `gated_linear_attention` of `effattn.functional.gated_linear`, with the key 1 - f
+and the log decay log f.
 """
 
 from effattn import registry

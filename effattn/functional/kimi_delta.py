@@ -1,9 +1,9 @@
-"""Kimi delta attention (Kimi Team 2025): the delta rule on a state whose features decay apart.
+"""Kimi delta attention (Kimi Team 2025): the delta rule with a decay for each key feature.
 
     S_t = (I - beta_t k_t k_t^T) diag(alpha_t) S_(t-1) + beta_t k_t v_t^T
 
-The formula and the function are those of `effattn.functional.delta_net`, with a `log_decay` of each
-feature.
+The function is `delta_rule_attention` of `effattn.functional.delta_net`, with `log_decay` of shape
+`(*B, T, K, H)`.
 """
 
 from effattn import registry

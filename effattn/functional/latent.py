@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads from one small latent a token."""
+"""Multi-head latent attention: keys and values of all heads from one small latent per token."""
 
 import jax
 import jax.numpy as jnp

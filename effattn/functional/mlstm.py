@@ -66,7 +66,7 @@ def mlstm_attention(
     with i_t = exp(log_input_gate) and f_t = exp(log_forget_gate), which may exceed 1. The sums are
     stored divided by exp(m_t), m_t = max(log f_t + m_(t-1), log i_t, 0), and so do not overflow;
     this factor cancels in the output. Always causal. Time is O(T (C (H + Hv) + H Hv)) for chunks of
-    C tokens, memory O(T), the state H x (Hv + 1) + 1 numbers a key head.
+    C tokens, memory O(T), the state H x (Hv + 1) + 1 numbers for each key head.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.

@@ -13,6 +13,13 @@ from effattn.nn.pretrained import array_of, some
 from effattn.nn.rotary import RotaryEmbedding
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 # The projections and norms within a layer: names here, and in transformers.
 _PROJECTIONS = {
     "query": "q_proj",
@@ -54,9 +61,14 @@ def decoder_from_transformers(
       A `TransformerLM` whose logits are those of the model.
 
     Raises:
-      ValueError: a model of another type, an option that effattn has not, or a name that is
+      ValueError: a model of another type, an option that effattn does not have, or a name that is
         missing, unexpected or has an array of another shape.
     """
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise ValueError(
+            "config must be the configuration of a transformers model, or a mapping such as its "
+            f"config.json, got {type(config).__name__}"
+        )
     given = config if isinstance(config, Mapping) else config.to_dict()
     ours = _configuration(given, dtype, param_dtype)
     graph, state = nnx.split(nnx.eval_shape(lambda: TransformerLM(ours, rngs=nnx.Rngs(0))))
@@ -91,6 +103,11 @@ def _configuration(given: Mapping[str, Any], dtype: Any, param_dtype: Any) -> Tr
         raise ValueError(f"the model_type must be one of {', '.join(_KINDS)}, got {kind!r}")
     if given.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act must be 'silu', got {given['hidden_act']!r}")
+    missing = [name for name in _NEEDED if name not in given]
+    if missing:
+        raise ValueError(
+            f"config must be that of the whole model, got one without {', '.join(missing)}"
+        )
     features, heads = given["hidden_size"], given["num_attention_heads"]
     epsilon = given.get("rms_norm_eps", 1e-6)
     if kind == "qwen3" and epsilon != 1e-6:
@@ -121,8 +138,8 @@ def _configuration(given: Mapping[str, Any], dtype: Any, param_dtype: Any) -> Tr
 def _mixers(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The mixer of each layer: exact attention, or a window of the last tokens."""
     layers, window = given["num_hidden_layers"], given.get("sliding_window")
-    is_used = window is not None and given.get("use_sliding_window", True)
-    every = ["sliding_attention" if is_used else "full_attention"] * layers
+    full = _layers_before_windows(given)
+    every = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     mixers: dict[str, dict[str, Any]] = {"full_attention": {"name": "softmax"}}
     if window is not None:
         # Their window counts the token itself.
@@ -136,6 +153,16 @@ def _mixers(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{list(kinds)}"
         )
     return [mixers[kind] for kind in kinds]
+
+
+def _layers_before_windows(given: Mapping[str, Any]) -> int:
+    """Number of layers before those with a window, for a configuration without layer_types."""
+    layers, kind = given["num_hidden_layers"], given["model_type"]
+    is_qwen = kind in ("qwen2", "qwen3")
+    is_used = given.get("use_sliding_window", not is_qwen)
+    if kind == "llama" or given.get("sliding_window") is None or not is_used:
+        return layers
+    return min(given.get("max_window_layers", 28), layers) if is_qwen else 0
 
 
 def _rotary(given: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
@@ -156,12 +183,18 @@ def _rotary(given: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
     if rule == "linear":
         return RotaryEmbedding(**options)
     trained = rope.get("original_max_position_embeddings", given.get("max_position_embeddings"))
-    low, high = ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")
-    names = low if rule == "llama3" else high
-    if all(rope.get(name) is not None for name in names):
-        options["turns"] = tuple(float(rope[name]) for name in names)
-    amplitude = rope.get("attention_factor") if rule == "yarn" else None
-    return RotaryEmbedding(**options, trained_length=trained, amplitude=amplitude)
+    if rule == "llama3":
+        turns = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
+        return RotaryEmbedding(**options, trained_length=trained, turns=turns)
+    for name, known in (("truncate", True), ("mscale", None), ("mscale_all_dim", None)):
+        if rope.get(name, known) not in (known, None):
+            raise ValueError(f"the option {name} of yarn must be left out, got {rope[name]!r}")
+    return RotaryEmbedding(
+        **options,
+        trained_length=trained,
+        turns=(rope.get("beta_slow") or 1.0, rope.get("beta_fast") or 32.0),
+        amplitude=rope.get("attention_factor"),
+    )
 
 
 def _name(path: tuple[Any, ...]) -> str:

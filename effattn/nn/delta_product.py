@@ -77,7 +77,10 @@ class GatedDeltaProduct(GatedDeltaNet):
         if self.rotary is not None and positions is not None:
             key = self.rotary(key, positions)
         of_steps = batch, time, self.num_kv_heads, self.num_steps - 1
-        later = unit(key).reshape(*of_steps, self.head_dim), value.reshape(*of_steps, -1)
+        later = (
+            unit(key).reshape(*of_steps, self.head_dim),
+            value.reshape(*of_steps, self.value_dim),
+        )
         return *super()._unit_heads(first, positions), *later
 
     def _apart(self, heads):

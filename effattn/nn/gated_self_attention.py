@@ -15,12 +15,13 @@ class GatedSelfAttention(SelfAttention):
 
         y = (sigmoid(x Wg) * attention(q, k, v)) Wo
 
-    The gate reads the token itself, so a token can shut a head off, and needs no attention sink.
-    A model takes the class as a mixer: `TransformerConfig(mixer=GatedSelfAttention, ...)`.
+    The gate is computed from the token itself, so a token can set the output of a head to zero. It
+    need not attend to a sink token for that. A model takes the class as a mixer:
+    `TransformerConfig(mixer=GatedSelfAttention, ...)`.
 
     Args:
-      by_head: one gate a head, in place of one for each feature of a head. Default False, which the
-        paper found better.
+      by_head: one gate for each head, in place of one for each feature of a head. Default False,
+        which is better in the paper.
       **options: as in `SelfAttention`; `attention` is its third argument, by default "softmax".
     """
 

@@ -47,7 +47,7 @@ class HGRN2(FunctionMixer):
         **options: Unpack[Recurrent],
     ):
         super().__init__(in_features, **options)
-        needs = "a number in [0, 1), a share of the state"
+        needs = "a number in [0, 1), the least forget gate"
         if not 0 <= checks.real("lower_bound", lower_bound, needs) < 1:
             raise ValueError(f"lower_bound must be {needs}, got {lower_bound}")
         self.lower_bound = float(lower_bound)

@@ -1,6 +1,5 @@
 """Mixer with indexed attention, its index, and the loss that trains the index."""
 
-from collections.abc import Callable
 from typing import Unpack
 
 import jax
@@ -13,11 +12,11 @@ from effattn.arrays.segments import valid
 from effattn.cores import sequence_parts
 from effattn.cores.chosen_blocks import in_tiles_of_queries
 from effattn.functional import indexed
-from effattn.nn.array_options import own_copy
 from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import head_size, key_heads
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
+from effattn.nn.rotary import RotaryEmbedding, check_rotary
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 
 
@@ -38,8 +37,7 @@ class IndexedSelfAttention(CachedMixer):
       top_k: keys of a query, 1 or more.
       index_heads: J, heads of the index.
       index_dim: E, features of the index; default H.
-      rotary: rotary embedding of queries, keys and the index, by position in the document; called
-        as `rotary(x, positions)`.
+      rotary: rotary position embedding of queries, keys and the index; default None, no rotation.
       **options: see `effattn.nn.options.Projected`.
     """
 
@@ -56,7 +54,7 @@ class IndexedSelfAttention(CachedMixer):
         top_k: int = 64,
         index_heads: int = 4,
         index_dim: int | None = None,
-        rotary: Callable[..., jax.Array] | None = None,
+        rotary: RotaryEmbedding | None = None,
         **options: Unpack[Projected],
     ):
         super().__init__(in_features, **options)
@@ -66,7 +64,8 @@ class IndexedSelfAttention(CachedMixer):
         self.index_heads = checks.at_least("index_heads", index_heads, 1)
         index_dim = self.head_dim if index_dim is None else index_dim
         self.index_dim = checks.at_least("index_dim", index_dim, 1, "features")
-        self.rotary = own_copy(rotary)
+        check_rotary(rotary, head_dim=self.head_dim, index_dim=self.index_dim)
+        self.rotary = rotary
         make = Layers(**options)
         self.query = make.heads(in_features, (num_heads, self.head_dim))
         self.key = make.heads(in_features, (self.num_kv_heads, self.head_dim))
@@ -145,9 +144,14 @@ class IndexedSelfAttention(CachedMixer):
 
         Returns:
           `()`, at least float32.
+
+        Raises:
+          ValueError: no tokens, or the errors of a call.
         """
         x = lax.stop_gradient(tokens_of("x", x, self.in_features))
         batch, time = x.shape[:2]
+        if 0 in (batch, time):
+            raise ValueError(f"x must have at least one token, got shape {x.shape}")
         padding, present = padding_of(self.binding, batch, time, lengths, segment_ids)
         ids = padding.get("segment_ids")
         x = zero_padding(x, present)

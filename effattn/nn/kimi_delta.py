@@ -1,4 +1,4 @@
-"""Mixer with Kimi delta attention, and the base class of delta rules with a decay a feature."""
+"""Mixer with Kimi delta attention, and the base class of delta rules with feature-wise decays."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Mixer with multi-head latent attention, whose cache holds a latent and a rotary key a token."""
+"""Mixer with multi-head latent attention, which caches a latent and a rotary key per token."""
 
 from typing import Any, Unpack
 
@@ -12,7 +12,7 @@ from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
-from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.rotary import RotaryEmbedding, check_rotary
 from effattn.nn.tokens import padding_of
 from effattn.parallel.heads import attend_in_parts
 
@@ -27,11 +27,11 @@ class LatentAttention(CachedMixer):
         k_n = [c Wk_n, s];   v_n = c Wv_n
         y = dot_product_attention(q, k, v) Wo
 
-    The keys and values of all heads come from one latent c of r numbers a token. The heads share
-    the rotary part s of their keys, R numbers a token. A call on whole sequences expands the latent
-    to keys and values; the norms are RMS norms.
+    The keys and values of all heads are computed from one latent c, r numbers per token. The heads
+    share the rotary part s of their keys, R numbers per token. A call on whole sequences expands
+    the latent to keys and values. The norms are RMS norms.
 
-    The decode state caches c and s alone, r + R numbers a token. Decoding applies Wk_n to the
+    The decode state caches c and s alone, r + R numbers per token. Decoding applies Wk_n to the
     queries and Wv_n to the outputs, so that all heads attend to the latents themselves, as in
     attention with one key head. A step costs O(S N (2 r + R)) for S tokens so far.
 
@@ -78,8 +78,7 @@ class LatentAttention(CachedMixer):
         self.query_rank = (
             None if query_rank is None else _rank("query_rank", query_rank, in_features)
         )
-        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
-            raise ValueError(f"rotary must be a RotaryEmbedding or None, got {rotary!r}")
+        check_rotary(rotary, rotary_dim=self.rotary_dim)
         self.rotary = rotary
         make = Layers(**options)
         rank = self.query_rank

@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from effattn.arrays import checks
+from effattn.cores.native_sparse import Settings
 from effattn.nn.attention import refuse
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
@@ -21,7 +22,7 @@ class NativeSparseSelfAttention(SelfAttention):
 
     phi compresses the l tokens of a block of one key head to one vector. P, `(l, H)`, is learned
     for the places in the block. There is one phi for keys and one for values, shared by all key
-    heads. g has three gates a token and head; bg starts at 0.
+    heads. g has three gates for each token and head; bg starts at 0.
 
     Args:
       compression_size: l, tokens in a compressed block.
@@ -42,7 +43,7 @@ class NativeSparseSelfAttention(SelfAttention):
         refuse(type(self), options, ("gates", "compress"), advice)
         options = {**options, "compression_size": compression_size}
         super().__init__(in_features, num_heads, "native_sparse", **options)
-        checks.at_least("compression_size", compression_size, 1, "tokens")
+        Settings.among(options)
         hidden = 2 * self.head_dim if compression_features is None else compression_features
         hidden = checks.at_least("compression_features", hidden, 1, "features")
         make = Layers(**options)

@@ -32,8 +32,9 @@ class RelativePositionBias(Module):
     """Relative position biases of T5 as a `score_mod`: adds a learned number for each head.
 
     The number is that of the bucket of the distance between query and key (`relative_buckets`); in
-    bidirectional attention, half of the buckets are for keys after the query. Models of T5 share
-    the biases of the first layer; here each layer that is given the module learns its own copy.
+    bidirectional attention, half of the buckets are for keys after the query. In T5, all layers
+    share the biases of the first one, and logits are not divided by sqrt(H) (`scale=1.0`). Here
+    each layer that is given the module learns a separate copy.
 
         mixer = nn.SelfAttention(64, 4, score_mod=nn.RelativePositionBias(4, rngs=rngs), rngs=rngs)
 
@@ -44,7 +45,7 @@ class RelativePositionBias(Module):
       num_heads: N, number of query heads.
       num_buckets: number of buckets of a head, even; a multiple of 4 if bidirectional.
       max_distance: distance from which on all keys have one bucket.
-      is_causal: whether no query attends to later keys.
+      is_causal: as in the attention; True if no query attends to later keys.
       **options: see `effattn.nn.options.Parameters`.
 
     Raises:
@@ -61,7 +62,7 @@ class RelativePositionBias(Module):
         **options: Unpack[Parameters],
     ):
         heads = checks.at_least("num_heads", num_heads, 1, "heads")
-        self.is_causal = checks.flag("is_causal", is_causal)
+        self.num_heads, self.is_causal = heads, checks.flag("is_causal", is_causal)
         sides = 1 if is_causal else 2
         buckets = checks.at_least("num_buckets", num_buckets, 2 * sides, "buckets")
         if buckets % (2 * sides):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn.arrays import dtypes
+from effattn.arrays import checks, dtypes
 from effattn.functional.rg_lru import SHARPNESS, rg_lru
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
@@ -49,12 +49,11 @@ class RGLRU(RecurrentMixer):
         super().__init__(in_features, **options)
         self.num_heads = num_heads
         self.head_dim = head_size(in_features, num_heads, head_dim)
+        width = checks.at_least("convolution_width", convolution_width, 1, "tokens")
         make, inner = Layers(**options), num_heads * self.head_dim
         self.project = make.linear(in_features, inner, use_bias=True)
         self.gate = make.linear(in_features, inner, use_bias=True)
-        self.convolution = make.convolution(
-            inner, convolution_width, activation=None, use_bias=True
-        )
+        self.convolution = make.convolution(inner, width, activation=None, use_bias=True)
         self.recurrence_gate, self.recurrence_bias = self._block_diagonal(make)
         self.input_gate, self.input_bias = self._block_diagonal(make)
         self.rate = make.drawn(_rate_init, inner)

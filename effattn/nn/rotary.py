@@ -32,7 +32,8 @@ class RotaryEmbedding:
       fastest.
     - "yarn" divides the f_m of pairs that turn less than `turns[0]` times over the trained length,
       keeps those that turn more than `turns[1]` times, and blends both linearly in m between them.
-      The rotated features are multiplied by 0.1 log(s) + 1 (Peng et al. 2023, "YaRN").
+      The rotated features are multiplied by 0.1 log(s) + 1, or by 1 for s < 1 (Peng et al. 2023,
+      "YaRN", as in the code of the authors; the formula of the paper blends as "llama3" does).
     - "llama3" does the same, but blends linearly in the number of turns (Llama Team 2024, "The
       Llama 3 Herd of Models").
 
@@ -75,12 +76,15 @@ class RotaryEmbedding:
                     "the training, got None"
                 )
             checks.at_least("rotary trained_length", self.trained_length, 1, "positions")
+            if self.theta == 1:
+                raise ValueError(f"rotary theta must not be 1 with rule={self.rule!r}, got 1")
         if self.turns is not None:
-            pair = tuple(checks.positive("rotary turns", turns) for turns in self.turns)
-            if len(pair) != 2 or pair[0] >= pair[1]:
-                raise ValueError(
-                    f"rotary turns must be two numbers, the smaller one first, got {self.turns!r}"
-                )
+            needs = "two numbers above 0, the smaller one first"
+            if not isinstance(self.turns, tuple | list) or len(self.turns) != 2:
+                raise ValueError(f"rotary turns must be {needs}, got {self.turns!r}")
+            low, high = (checks.positive("rotary turns", turns) for turns in self.turns)
+            if low >= high:
+                raise ValueError(f"rotary turns must be {needs}, got {self.turns!r}")
         if self.amplitude is not None:
             checks.positive("rotary amplitude", self.amplitude)
         if self.features is not None:
@@ -88,18 +92,16 @@ class RotaryEmbedding:
             if self.features % 2:
                 raise ValueError(f"rotary features must be even, got {self.features}")
 
-    def check_head(self, head_dim: int, name: str = "x") -> int:
+    def check_head(self, head_dim: int) -> int:
         """Returns the number of rotated features of a head.
 
         Raises `ValueError` if `head_dim` is odd, or less than `features`.
         """
         if self.features is None and head_dim % 2:
-            raise ValueError(
-                f"{name} must have an even head size for rotary embedding, got {head_dim}"
-            )
+            raise ValueError(f"x must have an even head size for rotary embedding, got {head_dim}")
         if self.features is not None and self.features > head_dim:
             raise ValueError(
-                f"{name} must have heads of at least the {self.features} features that the rotary "
+                f"x must have heads of at least the {self.features} features that the rotary "
                 f"embedding rotates, got {head_dim}"
             )
         return head_dim if self.features is None else self.features
@@ -137,7 +139,7 @@ class RotaryEmbedding:
     def _amplitude(self) -> float:
         if self.amplitude is not None:
             return self.amplitude
-        return 0.1 * math.log(self.scaling) + 1 if self.rule == "yarn" else 1.0
+        return 0.1 * math.log(max(self.scaling, 1.0)) + 1 if self.rule == "yarn" else 1.0
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotates queries or keys.
@@ -159,6 +161,11 @@ class RotaryEmbedding:
         positions = checks.as_array("positions", positions)
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ValueError(f"positions must be integers, got dtype {positions.dtype}")
+        if positions.shape[-1:] != x.shape[-3:-2]:
+            raise ValueError(
+                f"positions must have shape (T,) or (*B, T) for x of shape {x.shape}, got "
+                f"{positions.shape}"
+            )
         frequency = self.frequencies(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))
         place = lead(positions[..., None, None], x.ndim)
         angle = angles(place, frequency, dtype)  # (*#B, T, 1, R / 2)
@@ -167,3 +174,29 @@ class RotaryEmbedding:
         first, second = jnp.split(turning.astype(dtype), 2, axis=-1)
         turned = [first * cos - second * sin, second * cos + first * sin]
         return jnp.concatenate([*(each.astype(x.dtype) for each in turned), rest], axis=-1)
+
+
+def check_rotary(rotary: RotaryEmbedding | None, **sizes: int) -> None:
+    """Checks the option `rotary` of a mixer, and the sizes of the heads that it rotates.
+
+    Args:
+      rotary: the option.
+      **sizes: features of the heads, by the name of the option that sets them.
+
+    Raises:
+      ValueError: another type, or heads that the embedding cannot rotate.
+    """
+    if rotary is None:
+        return
+    if not isinstance(rotary, RotaryEmbedding):
+        raise ValueError(f"rotary must be a RotaryEmbedding or None, got {rotary!r}")
+    for name, size in sizes.items():
+        if rotary.features is None and size % 2:
+            raise ValueError(
+                f"rotary needs an even {name}, got {size}; give an even {name} or rotary=None"
+            )
+        if rotary.features is not None and rotary.features > size:
+            raise ValueError(
+                f"rotary rotates {rotary.features} features, but {name} is {size}; give a larger "
+                f"{name} or fewer features of the RotaryEmbedding"
+            )

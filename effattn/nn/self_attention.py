@@ -18,7 +18,7 @@ from effattn.functional.longformer import gather
 from effattn.nn.attention import Attention
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.options import SelfAttentionOptions
-from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.rotary import RotaryEmbedding, check_rotary
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 from effattn.parallel.heads import attend_in_parts
 
@@ -86,15 +86,12 @@ class SelfAttention(Attention, CausalMixer):
         **options: SelfAttentionOptions,
     ):
         super().__init__(in_features, in_features, num_heads, attention, **options)
-        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
-            raise ValueError(f"rotary must be a RotaryEmbedding or None, got {rotary!r}")
-        if rotary is not None and rotary.features is None and self.head_dim % 2:
+        check_rotary(rotary, head_dim=self.head_dim)
+        biased = getattr(options.get("score_mod"), "num_heads", num_heads)
+        if biased != num_heads:
             raise ValueError(
-                f"rotary needs an even head_dim, got {self.head_dim}; give an even head_dim or "
-                "rotary=None"
+                f"score_mod must be for the {num_heads} heads of the layer, got one for {biased}"
             )
-        if rotary is not None:
-            rotary.check_head(self.head_dim, "queries and keys")
         direction = "causal" if is_causal else "bidirectional"
         self.binding.require(direction, f"is_causal={is_causal}")
         self.rotary = rotary

@@ -9,10 +9,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from effattn.arrays import dtypes
+from effattn.arrays import checks, dtypes
 from effattn.nn import initializers
 from effattn.nn.cell import CellMixer
-from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
 from effattn.nn.mlstm import FORGET_GATES
 from effattn.nn.options import Mixing
@@ -94,7 +93,12 @@ class SLSTM(CellMixer):
             raise ValueError(
                 f"forget_gate must be one of {', '.join(FORGET_GATES)}, got {forget_gate!r}"
             )
-        size = head_size(in_features, num_heads)
+        checks.at_least("num_heads", num_heads, 1, "heads")
+        if checks.at_least("in_features", in_features, 1, "features") % num_heads:
+            raise ValueError(
+                f"in_features ({in_features}) must be a multiple of num_heads ({num_heads})"
+            )
+        size = in_features // num_heads
         self.num_heads, self.forget_gate = num_heads, forget_gate
         super().__init__(in_features, kernel_init=kernel_init, **options)
         self.norm = Layers(**options).layer_norm(size, use_bias=False)

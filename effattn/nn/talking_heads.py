@@ -13,7 +13,7 @@ from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import head_size, key_heads
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
-from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.rotary import RotaryEmbedding, check_rotary
 from effattn.nn.tokens import padding_of
 
 
@@ -51,13 +51,7 @@ class TalkingHeadsAttention(CachedMixer):
         self.num_heads, self.num_kv_heads = num_heads, key_heads(num_heads, num_kv_heads)
         count = num_heads if num_softmaxes is None else num_softmaxes
         self.num_softmaxes = checks.at_least("num_softmaxes", count, 1, "softmaxes, or None")
-        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
-            raise ValueError(f"rotary must be a RotaryEmbedding or None, got {rotary!r}")
-        if rotary is not None and self.head_dim % 2:
-            raise ValueError(
-                f"rotary needs an even head_dim, got {self.head_dim}; give an even head_dim or "
-                "rotary=None"
-            )
+        check_rotary(rotary, head_dim=self.head_dim)
         self.rotary = rotary
         make, of_keys = Layers(**options), (self.num_kv_heads, self.head_dim)
         self.query = make.heads(in_features, (num_heads, self.head_dim))

@@ -10,7 +10,7 @@ import pytest
 
 import effattn
 from effattn.analysis import cost
-from effattn.functional.native_sparse import Settings, _of_blocks
+from effattn.cores.native_sparse import Settings, _of_blocks
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "fla_sparse.npz"
 SIZES = {
@@ -80,7 +80,9 @@ def test_the_last_branch_is_a_window():
     ("size", "stride", "block"), [(4, 2, 8), (32, 16, 64), (3, 3, 3), (4, 1, 2)]
 )
 def test_scores_count_the_strides_that_a_compressed_block_shares_with_a_block(size, stride, block):
-    settings = Settings.of(size, stride, block, 3, 1)
+    settings = Settings.of(
+        compression_size=size, compression_stride=stride, block_size=block, num_selected=3
+    )
     length = 5 * block + stride
     count = settings.count(length)
     weights = np.random.default_rng(0).uniform(size=(2, count)).astype(np.float32)
@@ -168,6 +170,8 @@ def test_operations_at_the_settings_of_the_paper():
         ({"window_size": 0}, "window_size must be an int, 1 or more tokens, got 0"),
         ({"compression_stride": 0}, "compression_stride must be an int, 1 or more tokens, got 0"),
         ({"compress": lambda k, v: (k, v)}, "compress must map keys .* to .*, got"),
+        ({"compress": lambda k, v: k}, "compress must return two arrays, for keys and values, got"),
+        ({"compress": 3}, "compress must be a function or None, got 3"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

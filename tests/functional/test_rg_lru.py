@@ -92,7 +92,7 @@ def test_decays_start_as_in_the_paper():
         ),
         (
             lambda: RGLRU(8, 2, convolution_width=0, rngs=nnx.Rngs(0)),
-            "width must be an int, 1 or more tokens, got 0",
+            "convolution_width must be an int, 1 or more tokens, got 0",
         ),
     ],
 )

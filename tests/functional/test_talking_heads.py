@@ -108,6 +108,7 @@ def test_wrong_arguments_are_named(mixes, message):
         ({"num_softmaxes": 0}, "num_softmaxes must be an int, 1 or more"),
         ({"num_kv_heads": 3}, r"num_heads \(2\) must be a positive multiple of num_kv_heads"),
         ({"rotary": 1}, "rotary must be a RotaryEmbedding or None, got 1"),
+        ({"rotary": RotaryEmbedding(features=6)}, "rotary rotates 6 features, but head_dim is"),
         ({"rotary": RotaryEmbedding(), "head_dim": 3}, "rotary needs an even head_dim, got 3"),
     ],
 )

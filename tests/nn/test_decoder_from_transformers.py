@@ -50,8 +50,35 @@ def test_names_of_older_versions():
 
 
 @pytest.mark.parametrize(
+    ("case", "changes", "windows"),
+    [
+        ("qwen2", {"sliding_window": 5}, [False, False]),
+        ("qwen3", {"max_window_layers": 1}, [False, True]),
+        ("qwen3", {"max_window_layers": 28}, [False, False]),
+        ("mistral", {}, [True, True]),
+        ("llama", {"sliding_window": 5}, [False, False]),
+    ],
+)
+def test_windows_of_configurations_without_layer_types(case, changes, windows):
+    given = {k: x for k, x in CONFIGURATIONS[case].items() if k != "layer_types"}
+    if case == "qwen2":
+        del given["use_sliding_window"]
+    model = nn.decoder_from_transformers(read(case)[2], {**given, **changes})
+    assert [m["name"] == "sliding_window" for m in model.config.mixer] == windows
+
+
+def test_rotary_turns_of_yarn_have_separate_defaults():
+    rope = {**CONFIGURATIONS["tied_yarn"]["rope_parameters"], "beta_fast": 16}
+    rope.pop("beta_slow", None)
+    changed = {**CONFIGURATIONS["tied_yarn"], "rope_parameters": rope}
+    model = nn.decoder_from_transformers(read("tied_yarn")[2], changed)
+    assert model.config.positions.turns == (1, 16)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": False}}, "truncate"),
         ({"model_type": "gpt2"}, "model_type must be one of llama, .* got 'gpt2'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type must be default, .* 'dynamic'"),
@@ -65,6 +92,11 @@ def test_wrong_configurations_and_parameters_are_named(changes, message):
     _, _, parameters = read("llama")
     with pytest.raises(ValueError, match=message):
         nn.decoder_from_transformers(parameters, {**CONFIGURATIONS["llama"], **changes})
+
+
+def test_a_configuration_without_sizes_is_named():
+    with pytest.raises(ValueError, match="without vocab_size, hidden_size, intermediate_size"):
+        nn.decoder_from_transformers({}, {"model_type": "llama"})
 
 
 def test_the_epsilon_of_normalised_queries_is_fixed():

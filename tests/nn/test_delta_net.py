@@ -294,3 +294,8 @@ def test_wrong_arguments_are_named(layer, mixer):
         mixer.extend(X, X)
     with pytest.raises(ValueError, match="step takes one token"):
         mixer.step(X, jax.eval_shape(lambda: mixer.init_state(2, 1)))
+
+
+def test_several_steps_of_no_tokens():
+    mixer = GatedDeltaProduct(FEATURES, HEADS, rngs=nnx.Rngs(0))
+    assert mixer(jnp.zeros((2, 0, FEATURES))).shape == (2, 0, FEATURES)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from effattn import registry
-from effattn.nn import IndexedSelfAttention
+from effattn.nn import IndexedSelfAttention, RotaryEmbedding
 from effattn.testing.subjects import filled_at_random
 
 INDEX = ("index_key", "index_norm", "index_query", "index_weights")
@@ -92,6 +92,7 @@ def test_training_brings_the_index_to_the_attention():
         ({"top_k": 0}, "top_k must be an int, 1 or more keys of a query, got 0"),
         ({"index_heads": 0}, "index_heads must be an int, 1 or more, got 0"),
         ({"index_dim": 0}, "index_dim must be an int, 1 or more features, got 0"),
+        ({"index_dim": 3, "rotary": RotaryEmbedding()}, "rotary needs an even index_dim, got 3"),
         ({"num_kv_heads": 3}, "num_kv_heads"),
         ({"is_causal": False}, "'indexed' lacks 'bidirectional'"),
     ],
@@ -99,6 +100,12 @@ def test_training_brings_the_index_to_the_attention():
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         registry.get("indexed").build(16, 4, rngs=nnx.Rngs(0), **options)
+
+
+def test_the_loss_of_no_tokens_is_refused():
+    mixer = jax.eval_shape(lambda: IndexedSelfAttention(8, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"x must have at least one token, got shape \(1, 0, 8\)"):
+        mixer.index_loss(jnp.zeros((1, 0, 8)))
 
 
 def test_a_selection_of_all_keys_is_exact_attention():

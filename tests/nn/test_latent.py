@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from effattn.analysis import cost
-from effattn.nn import LatentAttention
+from effattn.nn import LatentAttention, RotaryEmbedding
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "softmax_variants.npz"
 CASES = ["query_latent", "plain_query"]
@@ -123,6 +123,10 @@ def test_sizes_of_the_paper_are_the_defaults():
         ({"rotary_dim": 3}, "rotary_dim must be even, for pairs of features, got 3"),
         ({"rotary_dim": 0}, "rotary_dim must be an int, 2 or more"),
         ({"value_dim": 0}, "value_dim must be an int, 1 or more"),
+        (
+            {"rotary": RotaryEmbedding(features=6), "rotary_dim": 4},
+            "rotary rotates 6 features, but rotary_dim is 4; give a larger rotary_dim",
+        ),
         ({"rotary": True}, "rotary must be a RotaryEmbedding or None, got True"),
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 was given, but attention 'latent' lacks"),
     ],

@@ -71,7 +71,8 @@ def test_a_language_model_of_it_runs():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compression_size": 0}, "compression_size must be an int, 1 or more tokens, got 0"),
+        ({"compression_size": 0}, "compression_size must be an int of tokens, 1 or more"),
+        ({"window_size": 0}, "window_size must be an int, 1 or more tokens, got 0"),
         ({"compression_features": 0}, "compression_features must be an int, 1 or more features"),
         ({"gates": np.ones(3)}, "NativeSparseSelfAttention has no option gates; it learns"),
         ({"compress": len}, "NativeSparseSelfAttention has no option compress; it learns"),

@@ -61,6 +61,12 @@ def test_it_decodes_and_learns():
     assert (np.asarray(gradients.array_options["score_mod"].bias[...]) != 0).all()
 
 
+def test_a_bias_of_other_heads_is_refused():
+    bias = RelativePositionBias(N + 1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="score_mod must be for the 2 heads .*, got one for 3"):
+        SelfAttention(8, N, score_mod=bias, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -110,6 +110,8 @@ def test_the_first_features_alone_may_turn():
         ),
         ({"turns": (1, 2)}, "turns is for the rules yarn and llama3"),
         ({"rule": "llama3", "trained_length": 8, "turns": (4, 1)}, "the smaller one first, got"),
+        ({"rule": "yarn", "trained_length": 8, "turns": 3}, "turns must be two numbers .*, got 3"),
+        ({"rule": "yarn", "trained_length": 8, "theta": 1}, "theta must not be 1 with rule='yarn'"),
         ({"features": 3}, "rotary features must be even, got 3"),
         ({"features": 0}, "rotary features must be an int, 2 or more features"),
         ({"amplitude": -1}, "rotary amplitude must be a finite number above 0"),
@@ -120,11 +122,20 @@ def test_bad_options_are_named(options, message):
         RotaryEmbedding(**options)
 
 
+def test_yarn_keeps_the_amplitude_of_shorter_sequences():
+    """As in transformers, the factor is 1 for a scaling below 1."""
+    x = floats(1, 1, 1, 4)
+    rotary = RotaryEmbedding(rule="yarn", scaling=0.5, trained_length=64)
+    np.testing.assert_allclose(rotary(x, jnp.zeros(1, int)), x)
+
+
 def test_bad_sizes_are_named():
     with pytest.raises(ValueError, match="heads of at least the 8 features .* rotates, got 6"):
         RotaryEmbedding(features=8)(floats(1, 2, 1, 6), jnp.arange(2))
     with pytest.raises(ValueError, match="x must have an even head size .*, got 7"):
         RotaryEmbedding()(floats(1, 2, 1, 7), jnp.arange(2))
+    with pytest.raises(ValueError, match=r"positions must have shape \(T,\) .* got \(3,\)"):
+        RotaryEmbedding()(floats(1, 2, 1, 4), jnp.arange(3))
     with pytest.raises(ValueError, match="rotary theta must be a finite number above 0, got 0.0"):
         RotaryEmbedding(theta=0.0)
     with pytest.raises(

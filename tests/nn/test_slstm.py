@@ -81,11 +81,16 @@ def test_forget_gates_start_open_and_outputs_are_not_read():
     np.testing.assert_array_equal(mixer.cell.recurrent[...], 0)
 
 
+def test_an_unknown_option_is_refused_with_the_name_of_the_class():
+    with pytest.raises(TypeError, match=r"^SLSTM\(\) got an unexpected keyword argument 'width'"):
+        SLSTM(D, HEADS, width=3, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"forget_gate": "tanh"}, "forget_gate must be one of sigmoid, exp, got 'tanh'"),
-        ({"num_heads": 4}, r"in_features \(6\) must be a multiple of num_heads \(4\)"),
+        ({"num_heads": 4}, r"in_features \(6\) must be a multiple of num_heads \(4\)$"),
         ({"num_heads": 0}, "num_heads must be an int, 1 or more heads, got 0"),
     ],
 )

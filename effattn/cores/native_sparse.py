@@ -1,0 +1,275 @@
+"""The three branches of native sparse attention: compressed blocks, selected blocks, a window."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn.arrays import checks, dtypes
+from effattn.arrays.products import widened
+from effattn.arrays.segments import positions_from
+from effattn.cores import attention, chosen_blocks, folding
+
+Compress = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+SIZES = ("compression_size", "compression_stride", "block_size", "num_selected", "window_size")
+
+# Queries whose scores are in memory at a time.
+_QUERIES = 128
+# The first block of the sequence, the block before the own block, and the own block.
+_ALWAYS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Static configuration: l, d, b, n and w of `native_sparse_attention`."""
+
+    compression: int
+    stride: int
+    block: int
+    selected: int
+    window: int
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        compression_size: Any = 32,
+        compression_stride: Any = 16,
+        block_size: Any = 64,
+        num_selected: Any = 16,
+        window_size: Any = 512,
+    ) -> "Settings":
+        """Checks the sizes; by default, they are those of the paper."""
+        stride = checks.at_least("compression_stride", compression_stride, 1, "tokens")
+        sizes = {"compression_size": compression_size, "block_size": block_size}
+        for name, size in sizes.items():
+            if not checks.is_integer(size) or size < 1 or size % stride:
+                raise ValueError(
+                    f"{name} must be an int of tokens, 1 or more and a multiple of "
+                    f"compression_stride={stride}, got {size!r}"
+                )
+        return cls(
+            int(compression_size),
+            stride,
+            int(block_size),
+            checks.at_least(
+                "num_selected",
+                num_selected,
+                _ALWAYS,
+                "blocks: the first, the own and the one before it are always selected",
+            ),
+            checks.at_least("window_size", window_size, 1, "tokens"),
+        )
+
+    @classmethod
+    def among(cls, options: Mapping[str, Any]) -> "Settings":
+        """Checks the sizes in a mapping of options."""
+        return cls.of(**{name: options[name] for name in SIZES if name in options})
+
+    def count(self, length: Any) -> Any:
+        """Number of compressed blocks that have ended in `length` tokens."""
+        return (length - self.compression) // self.stride + 1
+
+    def ends(self, count: int) -> jax.Array:
+        """The last tokens of the compressed blocks, int32 `(count,)`."""
+        return self.compression - 1 + self.stride * jnp.arange(count, dtype=jnp.int32)
+
+    def compressed(self, key, value, compress: Compress | None) -> tuple[jax.Array, jax.Array]:
+        """Compressed keys `(*B, M, K, H)` and values `(*B, M, K, Hv)`."""
+        axis, count = key.ndim - 3, max(self.count(key.shape[-3]), 0)
+        if count == 0:
+            key, value = (lax.slice_in_dim(x, 0, 0, axis=axis) for x in (key, value))
+            return key, value
+
+        def blocks(x):  # (*B, M, K, l, H)
+            strides = folding.fold(x, self.stride, axis)
+            firsts = range(self.compression // self.stride)
+            parts = [lax.slice_in_dim(strides, n, n + count, axis=axis) for n in firsts]
+            return jnp.swapaxes(jnp.concatenate(parts, axis + 1), -3, -2)
+
+        return compressed_blocks(blocks(key), blocks(value), compress)
+
+
+def means(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Means of the keys `(..., l, H)` and values `(..., l, Hv)` of each block."""
+
+    def mean(x):
+        return x.mean(-2, dtype=dtypes.wide(x.dtype)).astype(x.dtype)
+
+    return mean(keys), mean(values)
+
+
+def compressed_blocks(
+    keys: jax.Array, values: jax.Array, compress: Compress | None
+) -> tuple[jax.Array, jax.Array]:
+    """Compresses keys `(..., l, H)` and values `(..., l, Hv)`, and checks the results."""
+    if compress is not None and not callable(compress):
+        raise ValueError(f"compress must be a function or None, got {compress!r}")
+    found = (means if compress is None else compress)(keys, values)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise ValueError(
+            f"compress must return two arrays, for keys and values, got {type(found).__name__}"
+        )
+    results = []
+    for name, x, block in zip(("keys", "values"), found, (keys, values), strict=True):
+        shape = (*block.shape[:-2], block.shape[-1])
+        if x.shape != shape:
+            raise ValueError(f"compress must map {name} {block.shape} to {shape}, got {x.shape}")
+        results.append(x.astype(block.dtype))
+    return results[0], results[1]
+
+
+def attend(
+    settings: Settings,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
+    compressed: tuple[jax.Array, jax.Array],
+    gates: jax.Array,
+    offset: int | jax.Array,
+    limits: jax.Array,
+    scale: float | jax.Array,
+    precision: Any,
+) -> jax.Array:
+    """The gated sum of the three branches.
+
+    Args:
+      settings: the sizes.
+      heads: query `(*B, T, N, H)`, key `(*B, S, K, H)` and value `(*B, S, K, Hv)`, zeros in the
+        padding.
+      compressed: keys `(*B, M, K, H)` and values `(*B, M, K, Hv)`; those that have not ended at a
+        query are not read.
+      gates: `(*B, T, N, 3)`.
+      offset: position of the first query among the keys: 0, or int32 `(B,)` for *B = (B,).
+      limits: int32 `(*B)`, valid keys.
+      scale: multiplies the logits.
+      precision: of the products of the attention.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`.
+    """
+    query, key, value = heads
+    if 0 in (*query.shape[:-2], key.shape[-3]):
+        return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
+    *batch, length, count, _ = query.shape
+    positions = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), limits.shape)
+    positions = positions_from(positions, length)
+
+    def head(query, key, value, keys, values, positions, limit):
+        last = jnp.minimum(positions, limit - 1)
+        first, blocks = _attend_compressed(
+            settings, (query, keys, values), positions, last, len(key), scale, precision
+        )
+        second, _ = chosen_blocks.attend(
+            query,
+            key,
+            value,
+            blocks,
+            last,
+            block_size=settings.block,
+            scale=scale,
+            precision=precision,
+        )
+        return first, second
+
+    # Map over key heads, then over batch dimensions.
+    head = jax.vmap(head, (-3, -2, -2, -2, -2, None, None), -3)
+    for _ in batch:
+        head = jax.vmap(head)
+    groups = query.reshape(*batch, length, key.shape[-2], count // key.shape[-2], -1)
+    outs = head(groups, key, value, *compressed, positions, limits)
+    first, second = (out.reshape(*batch, length, count, value.shape[-1]) for out in outs)
+
+    third = _attend_window(settings, heads, offset, limits, scale, precision)
+
+    wide = dtypes.wide(query, value)
+    parts = (first, second, third)
+    mixed = (dtypes.product(gates[..., n, None], x.astype(wide)) for n, x in enumerate(parts))
+    return functools.reduce(jnp.add, mixed).astype(value.dtype)
+
+
+def _attend_window(settings: Settings, heads, offset, limits, scale, precision):
+    """The branch of the window, `(*B, T, N, Hv)`."""
+    query, key, value = heads
+    options = {"key_value_seq_lengths": limits}
+    if not isinstance(offset, int):
+        # Queries at other positions in each row: gather the keys around them.
+        before = min(settings.window - 1, key.shape[-3])
+        at = positions_from(offset - before, before + query.shape[-3])
+        key, value = (
+            jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(x, at) for x in (key, value)
+        )
+        is_key = (at >= 0) & (at < limits[:, None])
+        options, offset = {"mask": is_key[:, None, None]}, before
+    given = attention.check(
+        "native_sparse_attention",
+        query,
+        key,
+        value,
+        is_causal=True,
+        local_window_size=(settings.window - 1, 0),
+        query_offset=offset,
+        scale=scale,
+        precision=precision,
+        implementation="xla",
+        **options,
+    )
+    return attention.attend(query, key, value, given)[0]
+
+
+def _attend_compressed(settings: Settings, heads, positions, last, length, scale, precision):
+    """The branch of compressed blocks for a key head, and the blocks that it selects.
+
+    Args:
+      settings: the sizes.
+      heads: query `(T, G, H)`, compressed keys `(M, H)` and values `(M, Hv)`.
+      positions: int32 `(T,)`, positions of the queries.
+      last: int32 `(T,)`, the last key that each query may see.
+      length: number of keys.
+      scale: multiplies the logits.
+      precision: of the products.
+
+    Returns:
+      Output `(T, G, Hv)`, and the selected blocks of each query, int32 `(T, n)`, -1 for none.
+    """
+    query, keys, values = heads
+    wide, ends = dtypes.wide(query, values), settings.ends(len(keys))
+    lowest = dtypes.lowest(wide)
+    n = jnp.arange(-(-length // settings.block), dtype=jnp.int32)[None]
+
+    def product(formula, left, right):
+        einsum = functools.partial(jnp.einsum, formula, precision=precision)
+        return widened(einsum, left.astype(right.dtype), right, wide)
+
+    @jax.checkpoint
+    def tile(x):
+        query, positions, last = x
+        is_seen = (ends[None] <= last[:, None])[:, None]
+        logits = jnp.where(is_seen, scale * product("tgh,mh->tgm", query, keys), lowest)
+        largest = lax.stop_gradient(logits.max(-1, keepdims=True, initial=lowest))
+        weights = jnp.where(is_seen, jnp.exp(logits - largest), 0)
+        total = weights.sum(-1, keepdims=True)
+        weights = weights / jnp.where(total == 0, 1, total)
+
+        scores = _of_blocks(settings, lax.stop_gradient(weights).sum(1), n.shape[1])
+        own = positions[:, None] // settings.block
+        always = (n == 0) | (n == own) | (n == own - 1)
+        scores = jnp.where(n > own, lowest, jnp.where(always, -lowest, scores))
+        blocks = chosen_blocks.largest(scores, settings.selected)
+        return product("tgm,mv->tgv", weights, values).astype(values.dtype), blocks
+
+    return chosen_blocks.in_tiles_of_queries(tile, (query, positions, last), _QUERIES)
+
+
+def _of_blocks(settings: Settings, weights, blocks):
+    """Scores of blocks `(m, blocks)` from the weights of compressed blocks `(m, M)`."""
+    each, strides = settings.compression // settings.stride, settings.block // settings.stride
+    total = max(blocks * strides, weights.shape[1] + each - 1)
+    before = jnp.pad(weights, ((0, 0), (each - 1, total - weights.shape[1])))
+    of_strides = functools.reduce(
+        jnp.add, (lax.slice_in_dim(before, n, n + total, axis=1) for n in range(each))
+    )
+    return folding.fold(of_strides, strides, 1).sum(-1)[:, :blocks]
