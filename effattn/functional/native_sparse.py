@@ -207,12 +207,12 @@ def native_sparse_attention(
 
 
 def _growing(length: int) -> dict[str, int]:
-    root = math.isqrt(length)
+    stride = max(math.isqrt(length) // 4, 1)
     return {
-        "compression_size": root // 2,
-        "compression_stride": root // 4,
-        "block_size": root,
-        "window_size": 2 * root,
+        "compression_size": 2 * stride,
+        "compression_stride": stride,
+        "block_size": 4 * stride,
+        "window_size": 8 * stride,
     }
 
 

@@ -426,13 +426,14 @@ def with_nan(program: Program, arrays: Mapping[str, Any], known: Mapping[str, An
     ids = known.get("segment_ids", (np.ones((*batch, queries)), np.ones((*batch, keys))))
     both = ids if isinstance(ids, tuple) else (ids, ids)
     padding = {}
+    by_query = {"query", *getattr(program.subject.entry.naive, "per_query", ())}
     for side, length, of_side in zip(("query", "key_value"), (queries, keys), both, strict=True):
         lengths = np.asarray(known.get(f"{side}_seq_lengths", np.full(batch, length)))
         padding[side] = (of_side == 0) | (np.arange(length) >= lengths[..., None])
     arrays = dict(arrays)
     for name in program.subject.of_tokens:
         x = np.array(arrays[name])
-        x[padding["query" if name == "query" else "key_value"]] = np.nan
+        x[padding["query" if name in by_query else "key_value"]] = np.nan
         arrays[name] = x
     return arrays
 
