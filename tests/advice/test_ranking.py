@@ -125,6 +125,7 @@ def test_measured_seconds_replace_operations():
     assert "time" in str(advice)
 
 
+@pytest.mark.slow
 def test_measured_quality_comes_before_cost(tmp_path, monkeypatch):
     path = tmp_path / "quality.json"
     results = [

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import effattn
-from effattn.cores import chosen_blocks
-from effattn.functional import indexed, moba, native_sparse
+from effattn.cores import chosen_blocks, native_sparse
+from effattn.functional import indexed, moba
 from effattn.testing.functions import assert_close
 
 LENGTH, TILE = 45, 16

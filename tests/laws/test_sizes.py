@@ -14,10 +14,25 @@ from flax import nnx
 from effattn import registry
 from effattn.nn import TransformerConfig, TransformerLM
 from tests.cases import MIXERS
+from tests.marks import slow_but_for
 
 DIRECTIONS = {"causal": True, "bidirectional": False}
+# One or two mechanisms of each core and family.
+QUICK = frozenset(
+    {
+        *("softmax", "latent", "entmax", "sliding_window", "hierarchical", "moba", "native_sparse"),
+        *("linear", "gated_linear", "delta_product", "mlstm", "gated_slot", "mamba", "based"),
+        *("linformer", "nystrom", "lsh", "routing", "rwkv4", "aft_full", "hyena", "synthesizer"),
+        *("gmlp", "mixture_of_mechanisms", "bidirectional", "recurrent_memory", "slstm", "s4"),
+    }
+)
 CASES = [
-    pytest.param(name, causal, id=f"{name}-{direction}")
+    pytest.param(
+        name,
+        causal,
+        id=f"{name}-{direction}",
+        marks=() if name in QUICK else pytest.mark.slow,
+    )
     for name in registry.names()
     for direction, causal in DIRECTIONS.items()
     if direction in registry.get(name).capabilities
@@ -95,7 +110,7 @@ def test_the_smallest_layers(name, causal, features, heads):
             assert y.shape == x.shape and state.length.shape == (rows,)
 
 
-@pytest.mark.parametrize("name", registry.names("decode"))
+@pytest.mark.parametrize("name", slow_but_for(QUICK, registry.names("decode")))
 def test_decoding_no_rows_and_no_room(name):
     mixer = abstract(name, True)
 
