@@ -32,8 +32,9 @@ def models(stages=2, **changes):
 
 @functools.cache
 def drawn():
-    tokens = jax.random.randint(jax.random.key(1), (COUNT, BATCH, TIME), 0, VOCABULARY)
-    return tokens, jnp.roll(tokens, -1, -1)
+    """Tokens and targets; in NumPy, because a cached array may be made while JAX traces."""
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (COUNT, BATCH, TIME), np.int32)
+    return tokens, np.roll(tokens, -1, -1)
 
 
 def loss(logits, targets):
