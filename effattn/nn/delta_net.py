@@ -41,8 +41,12 @@ class DeltaNet(DeltaRule):
         **options: SelfAttentionOptions,
     ):
         super().__init__(in_features, num_heads, convolution_width=convolution_width, **options)
-        self.strength: Any = Layers(**options).linear(in_features, self.num_kv_heads)
+        self.strength = self._strengths(Layers(**options))
         self.max_strength = 2 if allow_negative_eigenvalues else 1
+
+    def _strengths(self, make: Layers) -> Any:
+        """The projection to the strengths of a token."""
+        return make.linear(self.in_features, self.num_kv_heads)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         return {"beta": self.max_strength * jax.nn.sigmoid(wide(self.strength(x)))}

@@ -40,6 +40,7 @@ class GatedDeltaProduct(GatedDeltaNet):
         allow_negative_eigenvalues: bool = True,
         **options: SelfAttentionOptions,
     ):
+        self.num_steps = checks.at_least("num_steps", num_steps, 2, "steps")
         super().__init__(
             in_features,
             num_heads,
@@ -48,7 +49,6 @@ class GatedDeltaProduct(GatedDeltaNet):
             **options,
         )
         make, of_keys = Layers(**options), self.num_kv_heads
-        self.num_steps = checks.at_least("num_steps", num_steps, 2, "steps")
         later, bias = self.num_steps - 1, {"use_bias": options.get("use_bias", False)}
         sizes = later * self.head_dim, later * self.value_dim
         self.later_key, self.later_value = (
@@ -57,7 +57,9 @@ class GatedDeltaProduct(GatedDeltaNet):
         self.later_key_convolution, self.later_value_convolution = (
             make.convolution(of_keys * size, convolution_width) for size in sizes
         )
-        self.strength = make.heads(in_features, (of_keys, self.num_steps))
+
+    def _strengths(self, make):
+        return make.heads(self.in_features, (self.num_kv_heads, self.num_steps))
 
     def _paths(self):
         return [
