@@ -40,7 +40,7 @@ from effattn.interfaces import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.llvm import runtime
 from effattn.llvm.primitive import kernel
-from effattn.llvm.tiles import LOWEST, TILE, Rows, TileOps, lay_out
+from effattn.llvm.tiles import LOWEST, TILE, Range, Rows, TileOps, lay_out
 from effattn.xla import block_attention as by_xla
 from effattn.xla import tiling
 
@@ -149,8 +149,9 @@ def _names(static, *arrays):
 def _by_kernel(static, shapes, *arrays):
     direction, config = static
     x, rows = _split(direction, arrays)
-    none = (jnp.zeros((*(1,) * (x.query.ndim - 3), 0), jnp.int32),) * 2
-    operands = (x.query, x.key, x.value, *(x.segments or none))
+    none = jnp.zeros((*(1,) * (x.query.ndim - 3), 0), jnp.int32)
+    ids = (*x.segments, _ranges(x.segments[1])) if x.segments else (none,) * 3
+    operands = (x.query, x.key, x.value, *ids)
     if direction == "forward":
         out, largest, total = _call(config, x, direction, shapes, operands)
         log_total = jnp.log(jnp.where(total == 0, 1, total))
@@ -166,6 +167,14 @@ def _by_kernel(static, shapes, *arrays):
 
 
 _attention = kernel("effattn_block_attention", _by_kernel, _by_xla, _shapes, _names)
+
+
+def _ranges(ids: jax.Array) -> jax.Array:
+    """The smallest and the largest id of each chunk of keys, int32 `(*B, 2 chunks)`."""
+    *batch, keys = ids.shape
+    padded = jnp.pad(ids, [(0, 0)] * len(batch) + [(0, -keys % TILE)], mode="edge")
+    chunks = padded.reshape(*batch, -1, TILE)
+    return jnp.stack([chunks.min(-1), chunks.max(-1)], -1).reshape(*batch, -1)
 
 
 def _call(config, x, direction, shapes, operands, splits=1):
@@ -213,6 +222,7 @@ _OPERANDS = (
     runtime.Array("value", 3),
     runtime.Array("query_ids", 1, "int32"),
     runtime.Array("key_ids", 1, "int32"),
+    runtime.Array("key_ranges", 1, "int32"),
 )
 _FORWARD = runtime.Signature(
     _OPERANDS,
@@ -232,9 +242,10 @@ _Sizes = Callable[["Code", "Job"], Mapping[str, Any]]
 
 
 def write_forward(module: ir.Module, name: str, lanes: int) -> None:
-    """Generates the handler (query, key, value, query_ids, key_ids) -> (out, largest, total).
+    """Generates the handler of (out, largest, total).
 
-    Arrays are `(*B, L, heads, size)`, and ids `(*B, L)`. `largest` `(*B, T, N)` is the largest
+    The arguments are (query, key, value, query_ids, key_ids, key_ranges). Arrays are
+    `(*B, L, heads, size)`, ids `(*B, L)`, and ranges those of `_ranges`. `largest` `(*B, T, N)` is the largest
     logit, and `total` `(*B, T, N)` the sum of exp(logit - largest). A batch axis of length 1 of an
     argument is broadcast. The attributes are `limits` and `scale`.
     """
@@ -246,7 +257,8 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
 
     def tile_arrays(code: Code, job: Job) -> Mapping[str, Any]:
         query, out = (code.mul(job[size], TILE) for size in ("size", "value_size"))
-        return {"query": query, "out": out, "largest": TILE, "total": TILE, "ids": TILE}
+        sizes = {"query": query, "out": out, "largest": TILE, "total": TILE}
+        return {**sizes, "ids": TILE, "range": TILE}
 
     def task_arrays(code: Code, job: Job) -> Mapping[str, Any]:
         return {**_chunk_arrays(code, job), "logits": TILE * TILE, "decay": TILE}
@@ -308,8 +320,8 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
 def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler of the gradients.
 
-    (query, key, value, query_ids, key_ids, lse, d_out, delta) -> (d_query, d_key, d_value), with
-    `lse` and `delta` `(*B, T, N)`. d_key and d_value have a leading axis of splits, which the
+    (query, key, value, query_ids, key_ids, key_ranges, lse, d_out, delta) -> (d_query, d_key,
+    d_value), with `lse` and `delta` `(*B, T, N)`. d_key and d_value have a leading axis of splits, which the
     caller sums. The attributes are `limits` and `scale`.
     """
     from effattn.llvm.codegen import vectors_at_once, write_product
@@ -319,7 +331,7 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     accumulate = write_product(module, f"{name}_accumulate", lanes, widths, "add")
 
     def tile_arrays(code: Code, job: Job) -> Mapping[str, Any]:
-        found: dict[str, Any] = {"ids": TILE, "lse": TILE, "delta": TILE}
+        found: dict[str, Any] = {"ids": TILE, "range": TILE, "lse": TILE, "delta": TILE}
         for array, size in (("query", job["size"]), ("d_out", job["value_size"])):
             found[array] = code.mul(size, TILE)
             found[f"{array}_rows"] = code.mul(code.round_to_lanes(size), TILE)
@@ -463,10 +475,11 @@ class _Tile(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of keys: its first key, and its number of keys."""
+    """A chunk of keys: its first key, its number of keys, and the range of their ids."""
 
     first: Any
     keys: Any
+    ids: Range
 
 
 class _QueryGroup:
@@ -476,6 +489,7 @@ class _QueryGroup:
       scratch: addresses of the arrays that all tiles share.
       tile_memory: address of the arrays of the first tile.
       first, row_count: first query of the group, and number of queries.
+      ids: variables with the range of the ids of the tiles that `read_ids` has read.
     """
 
     def __init__(
@@ -502,6 +516,7 @@ class _QueryGroup:
         self.row_count = code.min(left, code.mul(job["group_tiles"], TILE))
         self.scratch, self.tile_memory = lay_out(code, memory, task_arrays(code, job))
         self.tile_arrays = tile_arrays(code, job)
+        self.ids = Range(code.variable(code.int32(2**31 - 1)), code.variable(code.int32(0)))
 
     def rows(self, name: str, first: Any) -> Rows:
         """Rows of an array for this head, from a token on."""
@@ -544,11 +559,22 @@ class _QueryGroup:
         """
         code, job = self.code, self.job
         start, stop = self._range(self.first, self.row_count)
+        near = code.variable(code.false())
+        ids = Range(code.variable(code.int32(0)), code.variable(code.int32(0)))
         with code.loop(start, stop, TILE) as first:
             keys = code.min(code.sub(job["keys"], first), TILE)
-            for name, size in (("key", job["size"]), ("value", job["value_size"])):
-                self.ops.copy(self.rows(name, first), Rows(self.scratch[name], size), keys, size)
-            yield _Chunk(first, keys)
+            code.set(near, code.builder.not_(self._has_ids()))
+            with code.when(self._has_ids()):
+                of_chunk = self._ids_of_chunk(code.div(first, TILE))
+                for variable, end in zip(ids, of_chunk, strict=True):
+                    code.set(variable, end)
+                of_group = Range(*map(code.get, self.ids))
+                code.set(near, of_chunk.meets(code, of_group))
+            with code.when(code.get(near)):
+                for name, size in (("key", job["size"]), ("value", job["value_size"])):
+                    target = Rows(self.scratch[name], size)
+                    self.ops.copy(self.rows(name, first), target, keys, size)
+                yield _Chunk(first, keys, Range(*map(code.get, ids)))
 
     @contextlib.contextmanager
     def visible(self, tile: _Tile, chunk: _Chunk) -> Iterator[Any]:
@@ -560,7 +586,10 @@ class _QueryGroup:
         keys = code.min(code.sub(stop, chunk.first), chunk.keys)
         sees = code.variable(near)
         with code.when(builder.and_(near, self._has_ids())):
-            code.set(sees, self.ops.any_same_id(keys, tile["ids"], self._key_ids(chunk)))
+            code.set(sees, self._ids_of(tile).meets(code, chunk.ids))
+        with code.when(builder.and_(code.get(sees), self._mixes_ids(tile, chunk))):
+            key_ids = self._key_ids(chunk.first)
+            code.set(sees, self.ops.any_same_id(keys, tile["ids"], key_ids))
         with code.when(code.get(sees)):
             yield keys
 
@@ -577,8 +606,8 @@ class _QueryGroup:
         code, job = self.code, self.job
         ahead = code.sub(chunk.first, code.add(tile.first, job["offset"]))
         self.ops.mask_window(logits, keys, ahead, tile.rows, job["left"], job["right"])
-        with code.when(self._has_ids()):
-            self.ops.mask_ids(logits, keys, tile["ids"], self._key_ids(chunk))
+        with code.when(self._mixes_ids(tile, chunk)):
+            self.ops.mask_ids(logits, keys, tile["ids"], self._key_ids(chunk.first))
 
     def read_ids(self, tile: _Tile) -> None:
         """Copies the ids of the tile's queries, if ids are given."""
@@ -588,11 +617,37 @@ class _QueryGroup:
             ids = Rows(code.address(job["query_ids"], start), 0)
             self.ops.fill(tile["ids"], TILE)  # id 0 where there is no query: no key has id 0
             self.ops.copy(ids, Rows(tile["ids"], 0), 1, tile.rows)
+            ends = self.ops.range_of_ids(tile["ids"], tile.rows)
+            for n, (variable, end) in enumerate(zip(self.ids, ends, strict=True)):
+                code.store(end, tile["range"], n)
+                code.set(variable, code.extremes(code.get(variable), end)[n])
 
     def _has_ids(self):
         return self.code.less(0, self.job["has_ids"])
 
-    def _key_ids(self, chunk):
+    def _ids_of(self, tile):
+        """The range of the ids of a tile."""
+        code = self.code
+        return Range(*(code.load(tile["range"], n, code.int32) for n in range(2)))
+
+    def _ids_of_chunk(self, number):
+        """The range of the ids of a chunk."""
+        code, example = self.code, self.examples["key_ranges"]
+        number = code.add(code.mul(example, code.ceil(self.job["keys"], TILE)), number)
+        array = self.job["key_ranges"]
+        ends = (code.add(code.mul(number, 2), n) for n in range(2))
+        return Range(*(code.load(array, end, code.int32) for end in ends))
+
+    def _mixes_ids(self, tile, chunk):
+        """Returns whether ids are given, and differ within the tile or within the chunk."""
+        code, builder = self.code, self.code.builder
+        mixed = code.variable(code.false())
+        with code.when(self._has_ids()):
+            is_one = (ids.is_one(code) for ids in (self._ids_of(tile), chunk.ids))
+            code.set(mixed, builder.not_(builder.and_(*is_one)))
+        return code.get(mixed)
+
+    def _key_ids(self, first):
         example = self.examples["key_ids"]
-        start = self.code.add(self.code.mul(example, self.job["keys"]), chunk.first)
+        start = self.code.add(self.code.mul(example, self.job["keys"]), first)
         return self.code.address(self.job["key_ids"], start)

@@ -237,6 +237,18 @@ class Code:
         """Elementwise maximum; a where a or b is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
 
+    def extremes(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """Elementwise minimum and maximum of two vectors of integers, or of two integers."""
+        is_less = self.builder.icmp_signed("<", a, b)
+        return self.builder.select(is_less, a, b), self.builder.select(is_less, b, a)
+
+    def extremes_of(self, least: Any, most: Any) -> tuple[Any, Any]:
+        """The minimum of one vector of integers, and the maximum of another."""
+        kind = ir.FunctionType(INT32, [self.integers])
+        names = (f"llvm.vector.reduce.{each}.v{self.lanes}i32" for each in ("smin", "smax"))
+        reduce = [self._declared(name, kind) for name in names]
+        return self.call(reduce[0], least), self.call(reduce[1], most)
+
     def any(self, vector: Any) -> Any:
         """Returns whether any lane of a vector of booleans is true."""
         kind = ir.FunctionType(ir.IntType(1), [ir.VectorType(ir.IntType(1), self.lanes)])

@@ -36,6 +36,22 @@ class Rows(NamedTuple):
         return code.address(self.start, code.mul(row, self.step))
 
 
+class Range(NamedTuple):
+    """The smallest and the largest of some ids, 32-bit integers."""
+
+    least: Any
+    most: Any
+
+    def meets(self, code: Code, other: Range) -> Any:
+        """Returns whether an id may be in both ranges."""
+        starts = code.builder.icmp_signed("<=", self.least, other.most)
+        return code.builder.and_(starts, code.builder.icmp_signed("<=", other.least, self.most))
+
+    def is_one(self, code: Code) -> Any:
+        """Returns whether all ids are the same."""
+        return code.builder.icmp_signed("==", self.least, self.most)
+
+
 def lay_out(code: Code, start: Any, sizes: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Addresses of consecutive arrays of these sizes from `start`, and the address after them."""
     found = {}
@@ -131,6 +147,23 @@ class TileOps:
         with self.code.loop(0, keys) as j:
             for v, same in zip(self.vectors, self._same(ids, key_ids, j), strict=True):
                 self._mask(logits, j, v, same)
+
+    def range_of_ids(self, ids: Any, count: Any) -> Range:
+        """The range of `count` ids, at least one."""
+        code = self.code
+        first = code.load(ids, 0, code.int32)
+        ends = [code.variable(code.all_lanes(first)) for _ in range(2)]
+        whole = code.mul(code.div(count, self.lanes), self.lanes)
+        with code.loop(0, whole, self.lanes) as i:
+            vector = code.load_vector(ids, i, code.integers)
+            for n, end in enumerate(ends):
+                code.set(end, code.extremes(code.get(end), vector)[n])
+        found = [code.variable(end) for end in code.extremes_of(*map(code.get, ends))]
+        with code.loop(whole, count) as i:
+            one = code.load(ids, i, code.int32)
+            for n, end in enumerate(found):
+                code.set(end, code.extremes(code.get(end), one)[n])
+        return Range(*map(code.get, found))
 
     def any_same_id(self, keys: Any, ids: Any, key_ids: Any) -> Any:
         """Returns whether any query of the tile has the same id as any key of the chunk."""

@@ -47,6 +47,15 @@ CASES = {
             "key_value_seq_lengths": jnp.array([100, 61]),
         },
     ),
+    "documents that fill tiles": Case(
+        {"queries": 600, "keys": 256},
+        lambda: {
+            "segment_ids": (
+                np.repeat([[1, 2, 3, 0], [9, 2, 5, 2]], [130, 190, 200, 80], axis=1),
+                np.repeat([[3, 1, 0, 2], [2, 2, 9, 7]], [64, 64, 58, 70], axis=1),
+            )
+        },
+    ),
     "lengths": Case({}, lambda: LENGTHS),
     "a mask of keys": Case(
         {}, lambda: {"mask": np.random.default_rng(1).random((2, 1, 1, 150)) < 0.6}
