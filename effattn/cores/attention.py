@@ -214,6 +214,12 @@ def _core_call(query, key, value, given: Arguments) -> tuple[Config, Inputs, jax
     return config, operands, query_mask
 
 
+def call_of(query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments) -> dispatch.Call:
+    """Description of the call that `attend` makes."""
+    config, operands, _ = _core_call(query, key, value, given)
+    return block_attention.call(given.mechanism, config, operands)
+
+
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments
 ) -> tuple[jax.Array, jax.Array]:

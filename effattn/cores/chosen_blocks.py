@@ -13,12 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn import dispatch
 from effattn.arrays import dtypes, mesh_axes
 from effattn.arrays.products import widened
-from effattn.cores.folding import fold, unfold
+from effattn.cores import packed_pairs
+from effattn.cores.folding import fold
 
 # Maximum pairs in a tile.
 _PAIRS = 256
+# Most scores that are found one after the other; more are found by sorting.
+_MAXIMA = 32
 # Maximum queries that gather their keys, as in decoding.
 _FEW = 8
 
@@ -76,36 +80,104 @@ def attend(
     return _attend(precision, *mesh_axes.vary_alike(arrays))
 
 
+def attend_causal(
+    mechanism: str,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    blocks: jax.Array,
+    limit: jax.Array,
+    positions: jax.Array | None = None,
+    *,
+    block_size: int,
+    scale: float | jax.Array,
+    precision: Any = None,
+    implementation: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends from each token to its own block, up to itself, and to earlier blocks.
+
+    Time and memory are those of `attend`.
+
+    Args:
+      mechanism: name of the mechanism, for messages.
+      query: `(T, G, H)`, G query heads.
+      key: `(T, H)`.
+      value: `(T, Hv)`.
+      blocks: int32 `(T, k)`, different blocks before the own one for each query; -1 for none.
+      limit: int32 `()`, valid keys.
+      positions: int32 `(T,)`, position of each query among the keys; None if queries and keys are
+        the same tokens.
+      block_size: b, keys in a block.
+      scale: multiplies the products.
+      precision: as in `jax.lax.dot`.
+      implementation: as in `effattn.options`; "llvm" and "xla" exist.
+
+    Returns:
+      Output and log-sum-exp, as `attend` returns them.
+    """
+    call = packed_pairs.call(mechanism, query, key, value, is_whole=positions is None)
+    chosen = dispatch.choose(implementation, call)
+    if positions is None:
+        positions = jnp.arange(len(query), dtype=jnp.int32)
+    # With fewer keys than a block has, there is one block.
+    size = min(block_size, len(key))
+
+    def by_tiles(query, key, value, blocks, limit, positions, scale):
+        blocks = jnp.concatenate([positions[:, None] // size, blocks], 1)
+        last = jnp.minimum(positions, limit - 1)
+        options = {"block_size": size, "scale": scale, "precision": precision}
+        return attend(query, key, value, blocks, last, **options)
+
+    def by_kernel(query, key, value, blocks, limit, _, scale):
+        query = (query * scale).astype(query.dtype)
+        return packed_pairs.attend(mechanism, query, key, value, blocks, limit, size, precision)
+
+    scale = jnp.asarray(scale, dtypes.wide(query, key, value))
+    operands = query, key, value, blocks, limit, positions, scale
+    forms = {name: {"llvm": by_kernel, "xla": by_tiles}[name] for name in chosen.names}
+    return dispatch.on_platform(chosen, mechanism, forms, *operands)
+
+
 def ranked(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Indices of the `count` largest scores `(..., n)`, int32, and whether they are scores.
 
     Equal scores go to the smaller index. A score of `dtypes.lowest` is none.
     """
+    count = min(count, scores.shape[-1])
+    by_sorting = functools.partial(_first_sorted, count=count)
+    if count > _MAXIMA:
+        return by_sorting(scores)
+    # A few passes over rows in the cache take a tenth of the time of XLA's sort on CPUs.
+    one_by_one = functools.partial(_maxima, count=count)
+    return lax.platform_dependent(scores, cpu=one_by_one, default=by_sorting)
+
+
+def _first_sorted(scores, count):
     index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
     # XLA sorts the rows of each device alone, but gathers those of all devices for `lax.top_k`.
     found, index = lax.sort((-scores, index), num_keys=1, is_stable=True)
     return index[..., :count], found[..., :count] < -dtypes.lowest(found.dtype)
 
 
+def _maxima(scores, count):
+    lowest, n = dtypes.lowest(scores.dtype), scores.shape[-1]
+    scores = jnp.where(scores > lowest, scores, lowest)  # not NaN
+    index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+
+    def step(scores, _):
+        most = scores.max(-1, keepdims=True)
+        first = jnp.where(scores == most, index, n).min(-1, keepdims=True)
+        scores = jnp.where(index == first, jnp.finfo(scores.dtype).min, scores)
+        return scores, (first[..., 0], most[..., 0] > lowest)
+
+    _, found = lax.scan(step, scores, length=count)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), found)
+
+
 def largest(scores: jax.Array, count: int) -> jax.Array:
     """The indices of `ranked`, -1 for none."""
     index, is_score = ranked(scores, count)
     return jnp.where(is_score, index, -1)
-
-
-def in_tiles_of_queries(function: Any, arrays: Any, tokens: int) -> Any:
-    """Maps a function over tiles of `tokens` queries, one tile in memory at a time.
-
-    Args:
-      function: from a pytree of `(m, ...)` to a pytree of `(m, ...)`, row by row, m <= `tokens`.
-      arrays: pytree of `(T, ...)`.
-      tokens: queries in a tile.
-    """
-    length = len(jax.tree.leaves(arrays)[0])
-    if length <= tokens:
-        return function(arrays)
-    results = lax.map(function, jax.tree.map(lambda x: fold(x, tokens, 0), arrays))
-    return jax.tree.map(lambda x: unfold(x, length, 0), results)
 
 
 def _pairs_of(pairs: int, blocks: int) -> int:

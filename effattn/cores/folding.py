@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from effattn.arrays.axes import lead
 from effattn.cores import attention
@@ -25,6 +27,21 @@ def unfold(array: jax.Array, length: int, axis: int) -> jax.Array:
     shape = array.shape
     array = array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
     return jax.lax.slice_in_dim(array, 0, length, axis=axis)
+
+
+def in_tiles_of_queries(function: Any, arrays: Any, tokens: int) -> Any:
+    """Maps a function over tiles of `tokens` queries, one tile in memory at a time.
+
+    Args:
+      function: from a pytree of `(m, ...)` to a pytree of `(m, ...)`, row by row, m <= `tokens`.
+      arrays: pytree of `(T, ...)`.
+      tokens: queries in a tile.
+    """
+    length = len(jax.tree.leaves(arrays)[0])
+    if length <= tokens:
+        return function(arrays)
+    results = lax.map(function, jax.tree.map(lambda x: fold(x, tokens, 0), arrays))
+    return jax.tree.map(lambda x: unfold(x, length, 0), results)
 
 
 def fold_lengths(lengths: jax.Array | None, blocks: int, size: int) -> jax.Array | None:

@@ -18,6 +18,10 @@ Compress = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 SIZES = ("compression_size", "compression_stride", "block_size", "num_selected", "window_size")
 
+_NAME = "native_sparse_attention"
+
+# Parts of a sequence; more parts skip more, and take longer to compile.
+_PARTS = 4
 # Queries whose scores are in memory at a time.
 _QUERIES = 128
 # The first block of the sequence, the block before the own block, and the own block.
@@ -131,8 +135,7 @@ def attend(
     gates: jax.Array,
     offset: int | jax.Array,
     limits: jax.Array,
-    scale: float | jax.Array,
-    precision: Any,
+    **options: Any,
 ) -> jax.Array:
     """The gated sum of the three branches.
 
@@ -145,8 +148,7 @@ def attend(
       gates: `(*B, T, N, 3)`.
       offset: position of the first query among the keys: 0, or int32 `(B,)` for *B = (B,).
       limits: int32 `(*B)`, valid keys.
-      scale: multiplies the logits.
-      precision: of the products of the attention.
+      **options: scale, precision and implementation: see `chosen_blocks.attend_causal`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`.
@@ -155,23 +157,22 @@ def attend(
     if 0 in (*query.shape[:-2], key.shape[-3]):
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
     *batch, length, count, _ = query.shape
-    positions = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), limits.shape)
-    positions = positions_from(positions, length)
+    positions = None if isinstance(offset, int) else positions_from(offset, length)
 
-    def head(query, key, value, keys, values, positions, limit):
-        last = jnp.minimum(positions, limit - 1)
-        first, blocks = _attend_compressed(
-            settings, (query, keys, values), positions, last, len(key), scale, precision
+    def head(query, key, value, keys, values, limit, positions):
+        first, blocks = _attend_compressed_parts(
+            settings, (query, keys, values), positions, limit, len(key), options
         )
-        second, _ = chosen_blocks.attend(
+        second, _ = chosen_blocks.attend_causal(
+            _NAME,
             query,
             key,
             value,
             blocks,
-            last,
+            limit,
+            positions,
             block_size=settings.block,
-            scale=scale,
-            precision=precision,
+            **options,
         )
         return first, second
 
@@ -180,10 +181,10 @@ def attend(
     for _ in batch:
         head = jax.vmap(head)
     groups = query.reshape(*batch, length, key.shape[-2], count // key.shape[-2], -1)
-    outs = head(groups, key, value, *compressed, positions, limits)
+    outs = head(groups, key, value, *compressed, limits, positions)
     first, second = (out.reshape(*batch, length, count, value.shape[-1]) for out in outs)
 
-    third = _attend_window(settings, heads, offset, limits, scale, precision)
+    third = _attend_window(settings, heads, offset, limits, options)
 
     wide = dtypes.wide(query, value)
     parts = (first, second, third)
@@ -191,10 +192,10 @@ def attend(
     return functools.reduce(jnp.add, mixed).astype(value.dtype)
 
 
-def _attend_window(settings: Settings, heads, offset, limits, scale, precision):
+def _attend_window(settings: Settings, heads, offset, limits, options):
     """The branch of the window, `(*B, T, N, Hv)`."""
     query, key, value = heads
-    options = {"key_value_seq_lengths": limits}
+    known = {"key_value_seq_lengths": limits}
     if not isinstance(offset, int):
         # Queries at other positions in each row: gather the keys around them.
         before = min(settings.window - 1, key.shape[-3])
@@ -203,24 +204,38 @@ def _attend_window(settings: Settings, heads, offset, limits, scale, precision):
             jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(x, at) for x in (key, value)
         )
         is_key = (at >= 0) & (at < limits[:, None])
-        options, offset = {"mask": is_key[:, None, None]}, before
+        known, offset = {"mask": is_key[:, None, None]}, before
     given = attention.check(
-        "native_sparse_attention",
+        _NAME,
         query,
         key,
         value,
         is_causal=True,
         local_window_size=(settings.window - 1, 0),
         query_offset=offset,
-        scale=scale,
-        precision=precision,
-        implementation="xla",
+        **known,
         **options,
     )
     return attention.attend(query, key, value, given)[0]
 
 
-def _attend_compressed(settings: Settings, heads, positions, last, length, scale, precision):
+def _attend_compressed_parts(settings: Settings, heads, positions, limit, length, options):
+    """`_attend_compressed`, without the later compressed blocks for each part of a sequence."""
+    query, keys, values = heads
+    if positions is not None:
+        last = jnp.minimum(positions, limit - 1)
+        return _attend_compressed(settings, heads, positions, last, length, options)
+    size = max(-(-len(query) // _PARTS), _QUERIES)
+    found = []
+    for start in range(0, len(query), size):
+        stop = min(start + size, len(query))
+        at, seen = jnp.arange(start, stop, dtype=jnp.int32), max(settings.count(stop), 0)
+        part, last = (query[start:stop], keys[:seen], values[:seen]), jnp.minimum(at, limit - 1)
+        found.append(_attend_compressed(settings, part, at, last, length, options))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+
+
+def _attend_compressed(settings: Settings, heads, positions, last, length, options):
     """The branch of compressed blocks for a key head, and the blocks that it selects.
 
     Args:
@@ -229,11 +244,11 @@ def _attend_compressed(settings: Settings, heads, positions, last, length, scale
       positions: int32 `(T,)`, positions of the queries.
       last: int32 `(T,)`, the last key that each query may see.
       length: number of keys.
-      scale: multiplies the logits.
-      precision: of the products.
+      options: scale and precision, among others.
 
     Returns:
-      Output `(T, G, Hv)`, and the selected blocks of each query, int32 `(T, n)`, -1 for none.
+      Output `(T, G, Hv)`, and the selected blocks before the own one of each query, int32
+      `(T, n - 1)`, -1 for none.
     """
     query, keys, values = heads
     wide, ends = dtypes.wide(query, values), settings.ends(len(keys))
@@ -241,14 +256,14 @@ def _attend_compressed(settings: Settings, heads, positions, last, length, scale
     n = jnp.arange(-(-length // settings.block), dtype=jnp.int32)[None]
 
     def product(formula, left, right):
-        einsum = functools.partial(jnp.einsum, formula, precision=precision)
+        einsum = functools.partial(jnp.einsum, formula, precision=options["precision"])
         return widened(einsum, left.astype(right.dtype), right, wide)
 
     @jax.checkpoint
     def tile(x):
         query, positions, last = x
         is_seen = (ends[None] <= last[:, None])[:, None]
-        logits = jnp.where(is_seen, scale * product("tgh,mh->tgm", query, keys), lowest)
+        logits = jnp.where(is_seen, options["scale"] * product("tgh,mh->tgm", query, keys), lowest)
         largest = lax.stop_gradient(logits.max(-1, keepdims=True, initial=lowest))
         weights = jnp.where(is_seen, jnp.exp(logits - largest), 0)
         total = weights.sum(-1, keepdims=True)
@@ -256,12 +271,12 @@ def _attend_compressed(settings: Settings, heads, positions, last, length, scale
 
         scores = _of_blocks(settings, lax.stop_gradient(weights).sum(1), n.shape[1])
         own = positions[:, None] // settings.block
-        always = (n == 0) | (n == own) | (n == own - 1)
-        scores = jnp.where(n > own, lowest, jnp.where(always, -lowest, scores))
-        blocks = chosen_blocks.largest(scores, settings.selected)
+        always = (n == 0) | (n == own - 1)
+        scores = jnp.where(n >= own, lowest, jnp.where(always, -lowest, scores))
+        blocks = chosen_blocks.largest(scores, settings.selected - 1)
         return product("tgm,mv->tgv", weights, values).astype(values.dtype), blocks
 
-    return chosen_blocks.in_tiles_of_queries(tile, (query, positions, last), _QUERIES)
+    return folding.in_tiles_of_queries(tile, (query, positions, last), _QUERIES)
 
 
 def _of_blocks(settings: Settings, weights, blocks):

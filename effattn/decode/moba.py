@@ -62,17 +62,18 @@ class MobaDecoder(Decoder):
         positions = positions_from(state.length, key.shape[1])
         new = append_to(state, lengths, key=key, value=value)
         sums = state.key_sum + _sums(key, positions // size, state.key_sum)
+        stored = new.key.astype(key.dtype), new.value.astype(value.dtype)
         out, _ = attend(
+            "moba_attention",
             size,
             top_k,
-            self.options.get("precision"),
-            jnp.where(present, query, 0),
-            new.key.astype(key.dtype),
-            new.value.astype(value.dtype),
+            (jnp.where(present, query, 0), *stored),
             sums,
-            positions,
             new.length,
-            checks.scale(self.options.get("scale"), key.shape[-1]),
+            positions,
+            scale=checks.scale(self.options.get("scale"), key.shape[-1]),
+            precision=self.options.get("precision"),
+            implementation=self.options.get("implementation"),
         )
         return jnp.where(present, out, 0), dataclasses.replace(new, key_sum=sums)
 

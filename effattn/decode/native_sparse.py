@@ -74,8 +74,9 @@ class NativeSparseDecoder(Decoder):
             gates,
             state.length,
             new.length,
-            checks.scale(self.options.get("scale"), key.shape[-1]),
-            self.options.get("precision"),
+            scale=checks.scale(self.options.get("scale"), key.shape[-1]),
+            precision=self.options.get("precision"),
+            implementation=self.options.get("implementation"),
         )
         return jnp.where(present, out, 0), new
 

@@ -13,7 +13,8 @@ from effattn.arrays.gathers import pick
 from effattn.arrays.products import widened
 from effattn.arrays.segments import valid
 from effattn.cores import attention, sequence_parts
-from effattn.cores.chosen_blocks import in_tiles_of_queries, ranked
+from effattn.cores.chosen_blocks import ranked
+from effattn.cores.folding import in_tiles_of_queries
 from effattn.functional import softmax
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Packing, Padding, Precision, Residual, Scale, declared

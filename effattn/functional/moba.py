@@ -16,13 +16,13 @@ from effattn.arrays.segments import valid
 from effattn.cores import attention, chosen_blocks, folding
 from effattn.functional import softmax
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Padding, Precision, Residual, Scale, declared
+from effattn.options import Execution, Padding, Residual, Scale, declared
 
 # Minimum queries whose scores are in memory at a time.
 _QUERIES = 128
 
 
-class Options(Padding, Scale, Residual, Precision, total=False):
+class Options(Padding, Scale, Residual, Execution, total=False):
     """The shared options of `moba_attention`."""
 
 
@@ -76,7 +76,7 @@ def moba_attention(
       value: `(*B, T, K, Hv)`.
       block_size: b, tokens in a block, 1 or more. T need not be a multiple of it.
       top_k: blocks of a query, its own block included; 1 or more.
-      **options: padding, scale, log-sum-exp and precision: see `effattn.options`. Padded keys are
+      **options: padding, scale, log-sum-exp and execution: see `effattn.options`. Padded keys are
         in no mean. `precision` applies to the products of the attention; scores have the highest.
 
     Returns:
@@ -96,13 +96,17 @@ def moba_attention(
     length = query.shape[-3]
 
     def run(query, key, value, lengths, scale):
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), query.shape[:-2])
         limits = jnp.full(query.shape[:-3], length, jnp.int32)
         if lengths is not None:
             limits = jnp.minimum(lengths, limits)
         sums = block_sums(key, size)
-        precision = given.precision
-        return attend(size, top_k, precision, query, key, value, sums, positions, limits, scale)
+        options: dict[str, Any] = {
+            "scale": scale,
+            "precision": given.precision,
+            "implementation": given.implementation,
+        }
+        heads = query, key, value
+        return attend(name, size, top_k, heads, sums, limits, **options)
 
     with jax.named_scope(name), reverse_mode.only("MoBA", "a dense form of it"):
         *axes, _ = mesh_axes.spec(query)
@@ -128,52 +132,45 @@ def block_sums(key: jax.Array, size: int) -> jax.Array:
 
 
 def attend(
+    name: str,
     size: int,
     top_k: int,
-    precision: Any,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
     sums: jax.Array,
-    positions: jax.Array,
     limits: jax.Array,
-    scale: float | jax.Array,
+    positions: jax.Array | None = None,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses blocks and attends to them.
 
     Args:
+      name: name of the mechanism, for messages.
       size: b, tokens in a block.
       top_k: blocks of a query.
-      precision: of the products of the attention.
-      query: `(*B, T, N, H)`.
-      key: `(*B, S, K, H)`, zeros in the padding.
-      value: `(*B, S, K, Hv)`, likewise.
+      heads: query `(*B, T, N, H)`, key `(*B, S, K, H)` and value `(*B, S, K, Hv)`, with zeros in
+        the padding.
       sums: sums of the keys of each block, `(*B, n, K, H)`; those of blocks that are not over are
         not read.
-      positions: int32 `(*B, T)`, position of each query among the keys.
       limits: int32 `(*B)`, valid keys.
-      scale: multiplies the logits.
+      positions: int32 `(*B, T)`, position of each query among the keys; None if queries and keys
+        are the same tokens.
+      **options: scale, precision and implementation: see `chosen_blocks.attend_causal`.
 
     Returns:
       Output `(*B, T, N, Hv)` and log-sum-exp `(*B, T, N)`.
     """
-    *batch, length, heads, _ = query.shape
+    query, key, value = heads
+    *batch, length, count, _ = query.shape
     if 0 in (*batch, length, key.shape[-3]):
         dtype = dtypes.wide(query, key, value)
         out = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
         return out, jnp.full(query.shape[:-1], dtypes.lowest(dtype), dtype)
 
-    def head(query, key, value, sums, positions, limit):
-        blocks = _choose(lax.stop_gradient(query), sums, positions, limit, size, top_k)
-        out, lse = chosen_blocks.attend(
-            query[:, None],
-            key,
-            value,
-            blocks,
-            jnp.minimum(positions, limit - 1),
-            block_size=size,
-            scale=scale,
-            precision=precision,
+    def head(query, key, value, sums, limit, positions):
+        at = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
+        blocks = _choose(lax.stop_gradient(query), sums, at, limit, size, top_k - 1)
+        out, lse = chosen_blocks.attend_causal(
+            name, query[:, None], key, value, blocks, limit, positions, block_size=size, **options
         )
         return out[:, 0], lse[:, 0]
 
@@ -183,14 +180,14 @@ def attend(
     for _ in batch:
         head = jax.vmap(head)
     key_heads = key.shape[-2]
-    query = query.reshape(*batch, length, key_heads, heads // key_heads, -1)
-    out, lse = head(query, key, value, sums, positions, limits)
-    shape = *batch, length, heads
+    query = query.reshape(*batch, length, key_heads, count // key_heads, -1)
+    out, lse = head(query, key, value, sums, limits, positions)
+    shape = *batch, length, count
     return out.reshape(*shape, value.shape[-1]), lse.reshape(shape)
 
 
-def _choose(query, sums, positions, limit, size, top_k):
-    """The blocks of each query `(T, H)`, int32 `(T, k)`; -1 for none."""
+def _choose(query, sums, positions, limit, size, count):
+    """The earlier blocks that each query `(T, H)` has chosen, int32 `(T, count)`; -1 for none."""
     blocks, lowest = jnp.arange(len(sums), dtype=jnp.int32), dtypes.lowest(sums.dtype)
     counts = jnp.clip(limit - blocks * size, 0, size)
     means = sums / jnp.maximum(counts, 1).astype(sums.dtype)[:, None]
@@ -199,10 +196,9 @@ def _choose(query, sums, positions, limit, size, top_k):
         query, own = x[0].astype(sums.dtype), x[1][:, None] // size
         scores = jnp.einsum("th,nh->tn", query, means, precision="highest")
         is_past = (blocks[None] < own) & (counts > 0)[None]
-        chosen = chosen_blocks.largest(jnp.where(is_past, scores, lowest), top_k - 1)
-        return jnp.concatenate([own, chosen], 1)
+        return chosen_blocks.largest(jnp.where(is_past, scores, lowest), count)
 
-    return chosen_blocks.in_tiles_of_queries(tile, (query, positions), max(size, _QUERIES))
+    return folding.in_tiles_of_queries(tile, (query, positions), max(size, _QUERIES))
 
 
 registry.register(

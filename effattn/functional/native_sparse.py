@@ -11,16 +11,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, mesh_axes, reverse_mode
 from effattn.arrays.segments import valid
 from effattn.cores import attention
 from effattn.cores.native_sparse import Compress, Settings, attend
 from effattn.functional import softmax
 from effattn.naive import masked_softmax, over_pairs, with_naive
-from effattn.options import Padding, Precision, Scale, declared
+from effattn.options import Execution, Padding, Scale, declared
 
 
-class Options(Padding, Scale, Precision, total=False):
+class Options(Padding, Scale, Execution, total=False):
     """The shared options of `native_sparse_attention`."""
 
 
@@ -162,7 +162,7 @@ def native_sparse_attention(
       window_size: w, tokens in the window, the present token included.
       compress: `(keys (..., l, H), values (..., l, Hv)) -> (..., H), (..., Hv)`, such as a learned
         network for keys and one for values; default None, means. Gradients flow through it.
-      **options: padding, scale and precision: see `effattn.options`.
+      **options: padding, scale and execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`.
@@ -193,14 +193,17 @@ def native_sparse_attention(
             compressed = settings.compressed(key, value, compress)
         limits = jnp.full(query.shape[:-3], length, jnp.int32)
         limits = limits if key_lengths is None else jnp.minimum(key_lengths, limits)
-        precision = given.precision
+        options = {"precision": given.precision, "implementation": given.implementation}
 
-        def run(heads, compressed, gates, limits, scale):
-            return (attend(settings, heads, compressed, gates, 0, limits, scale, precision),)
+        # Kernels need a scale that is known when the program is traced.
+        traced = () if isinstance(given.scale, float) else (given.scale,)
+
+        def run(heads, compressed, gates, limits, scale=given.scale):
+            out = attend(settings, heads, compressed, gates, 0, limits, scale=scale, **options)
+            return (out,)
 
         run = mesh_axes.placed(run, query, PartitionSpec(*mesh_axes.spec(query)[:-1], None))
-        scale = jnp.asarray(given.scale, dtypes.wide(query, key, value))
-        (out,) = run((query, key, value), compressed, gates, limits, scale)
+        (out,) = run((query, key, value), compressed, gates, limits, *traced)
     if present is not None:
         out = jnp.where(present[..., None, None], out, 0)
     return checkpoint_name(out, name)

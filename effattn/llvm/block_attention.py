@@ -245,9 +245,9 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler of (out, largest, total).
 
     The arguments are (query, key, value, query_ids, key_ids, key_ranges). Arrays are
-    `(*B, L, heads, size)`, ids `(*B, L)`, and ranges those of `_ranges`. `largest` `(*B, T, N)` is the largest
-    logit, and `total` `(*B, T, N)` the sum of exp(logit - largest). A batch axis of length 1 of an
-    argument is broadcast. The attributes are `limits` and `scale`.
+    `(*B, L, heads, size)`, ids `(*B, L)`, and ranges those of `_ranges`. `largest` `(*B, T, N)` is
+    the largest logit, and `total` `(*B, T, N)` the sum of exp(logit - largest). A batch axis of
+    length 1 of an argument is broadcast. The attributes are `limits` and `scale`.
     """
     from effattn.llvm.codegen import vectors_at_once, write_product
 
@@ -321,8 +321,8 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler of the gradients.
 
     (query, key, value, query_ids, key_ids, key_ranges, lse, d_out, delta) -> (d_query, d_key,
-    d_value), with `lse` and `delta` `(*B, T, N)`. d_key and d_value have a leading axis of splits, which the
-    caller sums. The attributes are `limits` and `scale`.
+    d_value), with `lse` and `delta` `(*B, T, N)`. d_key and d_value have a leading axis of splits,
+    which the caller sums. The attributes are `limits` and `scale`.
     """
     from effattn.llvm.codegen import vectors_at_once, write_product
 

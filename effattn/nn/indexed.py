@@ -10,7 +10,7 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.gathers import pick
 from effattn.arrays.segments import valid
 from effattn.cores import sequence_parts
-from effattn.cores.chosen_blocks import in_tiles_of_queries
+from effattn.cores.folding import in_tiles_of_queries
 from effattn.functional import indexed
 from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import head_size, key_heads

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import effattn
-from effattn.cores import chosen_blocks, native_sparse
+from effattn.cores import chosen_blocks, folding, native_sparse, packed_pairs
+from effattn.decode.moba import MobaDecoder
 from effattn.functional import indexed, moba
+from effattn.llvm import runtime
 from effattn.testing.functions import assert_close
 
 LENGTH, TILE = 45, 16
@@ -23,7 +25,7 @@ def test_tiles_of_queries_give_the_rows_of_one_call(length):
         x, y = given
         return 2 * x, (x.sum(-1) + y).astype(jnp.int32)
 
-    found = chosen_blocks.in_tiles_of_queries(function, (x, x[:, 0]), TILE)
+    found = folding.in_tiles_of_queries(function, (x, x[:, 0]), TILE)
     np.testing.assert_array_equal(found[0], 2 * x)
     np.testing.assert_array_equal(found[1], x.sum(-1) + x[:, 0])
 
@@ -72,3 +74,34 @@ def test_several_tiles_agree_with_the_naive_form(name, monkeypatch):
     with jax.enable_x64(True):
         fast, slow = (jax.jit(functools.partial(run, n))(arrays) for n in ("xla", "naive"))
         assert_close(fast, slow, 1e-10)
+    if name != "indexed" and runtime.refusal() is None:
+        monkeypatch.setattr(packed_pairs, "_PAIRS", TILE * options.get("top_k", 3))
+        arrays = jax.tree.map(np.float32, arrays)
+        assert_close(jax.jit(functools.partial(run, "llvm"))(arrays), slow, 1e-5)
+
+
+@pytest.mark.skipif(runtime.refusal() is not None, reason=f"no kernels: {runtime.refusal()}")
+@pytest.mark.parametrize("lengths", [None, (45, 7)])
+def test_kernels_and_tiles_of_pairs_agree(lengths):
+    """With padded rows, chosen blocks that are partly padding, and the log-sum-exp."""
+    query, key, value = (np.float32(draw(heads, 6)) for heads in (4, 2, 2))
+    given = None if lengths is None else np.asarray(lengths)
+    attend = functools.partial(
+        effattn.moba_attention,
+        block_size=4,
+        top_k=3,
+        query_seq_lengths=given,
+        key_value_seq_lengths=given,
+        return_residual=True,
+    )
+    kernel, tiles = (attend(query, key, value, implementation=n) for n in ("llvm", "xla"))
+    assert_close(kernel, tiles, 1e-5)
+
+
+def test_decoding_refuses_kernels_of_whole_sequences():
+    options = {"block_size": 4, "top_k": 3, "implementation": "llvm"}
+    decoder = MobaDecoder(effattn.moba_attention, options)
+    query, key, value = (np.float32(draw(heads, 6)) for heads in (4, 2, 2))
+    state = decoder.init(2, LENGTH, 2, 6, 6, np.float32)
+    with pytest.raises(NotImplementedError, match="takes whole sequences"):
+        decoder.extend(query, key, value, state)

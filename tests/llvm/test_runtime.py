@@ -134,10 +134,11 @@ def test_constants_are_those_of_the_header():
 
 
 QUERY = np.ones((2, 20, 2, 8), np.float32)
-IDS = np.ones((2, 20), np.int32)
+IDS, RANGES = np.ones((2, 20), np.int32), np.ones((2, 2), np.int32)
+KNOWN = IDS, IDS, RANGES
 LIMITS = np.array([9, 9, 0, 1, 1], np.int64)
 RIGHT = {
-    "operands": (QUERY, QUERY, QUERY, IDS, IDS),
+    "operands": (QUERY, QUERY, QUERY, *KNOWN),
     "results": (QUERY.shape, QUERY.shape[:-1], QUERY.shape[:-1]),
     "attributes": {"limits": LIMITS, "scale": np.float32(1)},
 }
@@ -146,11 +147,14 @@ RIGHT = {
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"operands": (QUERY, jnp.bfloat16(QUERY), QUERY, IDS, IDS)}, "key must be float32"),
-        ({"operands": (QUERY, QUERY, QUERY, IDS, np.uint8(IDS))}, "key_ids must be int32"),
-        ({"operands": (QUERY, QUERY, QUERY[0], IDS, IDS)}, "value must be float32 with 3 axes"),
-        ({"operands": (QUERY, QUERY, QUERY, IDS[0], IDS)}, "query_ids must be int32 with 1 axes"),
-        ({"operands": (QUERY, QUERY, QUERY)}, "needs 5 arguments"),
+        ({"operands": (QUERY, jnp.bfloat16(QUERY), QUERY, *KNOWN)}, "key must be float32"),
+        ({"operands": (QUERY, QUERY, QUERY, IDS, np.uint8(IDS), RANGES)}, "key_ids must be int32"),
+        ({"operands": (QUERY, QUERY, QUERY[0], *KNOWN)}, "value must be float32 with 3 axes"),
+        (
+            {"operands": (QUERY, QUERY, QUERY, IDS[0], IDS, RANGES)},
+            "query_ids must be int32 with 1 axes",
+        ),
+        ({"operands": (QUERY, QUERY, QUERY)}, "needs 6 arguments"),
         ({"results": RIGHT["results"][:2]}, "needs 3 results"),
         ({"results": (QUERY.shape[:-1],) * 3}, "query must be float32 with 3 axes"),
         ({"attributes": {"scale": np.float32(1)}}, "needs the attributes limits"),
