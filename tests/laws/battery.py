@@ -31,6 +31,8 @@ WITH_KERNELS = frozenset(
         "linformer",
         "long_short",
         "longformer",
+        "moba",
+        "native_sparse",
         "nystrom",
         "random_features",
         "routing",
