@@ -21,6 +21,7 @@ import effattn.functional.latent  # isort: skip
 from effattn.functional.stick_breaking import stick_breaking_attention  # isort: skip
 from effattn.functional.entmax import entmax_attention  # isort: skip
 from effattn.functional.talking_heads import talking_heads_attention  # isort: skip
+from effattn.functional.path import path_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
@@ -154,6 +155,7 @@ __all__ = [
     "paged_attention",
     "parallel",
     "patterns",
+    "path_attention",
     "performer_attention",
     "performer_features",
     "positions_from_segment_ids",

@@ -100,6 +100,12 @@ def strengths(rng, sizes):
     return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
 
 
+def reflections(rng, sizes):
+    """Vectors and strengths of transformations."""
+    strength = rng.uniform(0, 2, size=tokens(sizes)) / sizes.size
+    return {"reflection": rng.normal(size=tokens(sizes, sizes.size)), "beta": strength}
+
+
 def strengths_and_decays(rng, sizes):
     return {**strengths(rng, sizes), "log_decay": -rng.uniform(0, 1, size=tokens(sizes))}
 
@@ -181,6 +187,7 @@ FUNCTIONS = {
         },
         decays=frozenset({"log_forget"}),
     ),
+    "path": Chunked(arguments=reflections),
     "differential": Tiled(arguments=two_halves, normalized=False),
     "entmax": ByRows(variants={"": {"alpha": 1.5}, "sparsemax": {"alpha": 2}}),
     "stick_breaking": ByRows(

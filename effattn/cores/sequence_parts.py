@@ -79,6 +79,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "LongformerSelfAttention",
                 "MLSTM",
                 "MixtureOfMechanisms",
+                "PathAttention",
                 "PerformerSelfAttention",
                 "RandomFeatureSelfAttention",
                 "RoutingSelfAttention",

@@ -58,6 +58,7 @@ from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.mlstm import MLSTM
 from effattn.nn.native_sparse import NativeSparseSelfAttention
+from effattn.nn.path import PathAttention
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pipelined import PipelinedLM
 from effattn.nn.placement import placed, shardings
@@ -141,6 +142,7 @@ __all__ = [
     "MixtureOfExperts",
     "MixtureOfMechanisms",
     "NativeSparseSelfAttention",
+    "PathAttention",
     "PerformerSelfAttention",
     "PipelinedLM",
     "RGLRU",

@@ -71,6 +71,7 @@ HEADS = {
     "linear": {},
     "additive": {},
     "forgetting": {},
+    "path": {"rank": 4},
     "differential": {"rotary": ROTARY},
     "latent": {"rotary": ROTARY, "query_rank": 8},
     "based": {},

@@ -73,6 +73,10 @@ OPTIONS = {
 }
 ARRAYS = {
     "forgetting": {"log_forget": -jnp.abs(numbers(BATCH, TOKENS, HEADS))},
+    "path": {
+        "reflection": numbers(BATCH, TOKENS, KEY_HEADS, SIZE) / 2,
+        "beta": jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)),
+    },
     "additive": {
         "query_kernel": numbers(HEADS, SIZE, 3),
         "key_kernel": numbers(HEADS, SIZE, 3),
