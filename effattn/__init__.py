@@ -47,6 +47,7 @@ import effattn.functional.kimi_delta  # isort: skip
 from effattn.functional.gated_delta_net_2 import gated_delta_rule_2_attention  # isort: skip
 import effattn.functional.lightning  # isort: skip
 import effattn.functional.hgrn2  # isort: skip
+from effattn.functional.log_linear import LogLinearState, log_linear_attention  # isort: skip
 from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  # isort: skip
 from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
@@ -111,6 +112,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockLayout",
     "GatedSlotState",
+    "LogLinearState",
     "MLSTMState",
     "PerformerState",
     "additive_attention",
@@ -142,6 +144,7 @@ __all__ = [
     "indexed_attention",
     "linear_attention",
     "linformer_attention",
+    "log_linear_attention",
     "long_short_attention",
     "longformer_attention",
     "lsh_attention",

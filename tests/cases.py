@@ -71,6 +71,13 @@ def after_tokens(rng, shape):
     return np.einsum("...sf,...sd->...fd", features, values)
 
 
+def after_five_tokens(rng, shapes):
+    """State of log-linear attention, which has sums at the levels of the bits of 5."""
+    full = np.array([True, False, True, *[False] * (shapes.sums.shape[-3] - 3)])
+    sums = rng.normal(size=shapes.sums.shape) * full[:, None, None]
+    return type(shapes)(sums, np.full(shapes.position.shape, 5.0))
+
+
 def forget_gates(rng, sizes):
     """Log decays of a forget gate, and the keys that are tied to it."""
     log_decay = -rng.uniform(0, 1, size=tokens(sizes, sizes.size))
@@ -271,6 +278,15 @@ FUNCTIONS = {
     ),
     "hgrn2": Recurrent(arguments=forget_gates, decays=frozenset({"log_decay"})),
     "mlstm": Recurrent(arguments=exponential_gates, decays=frozenset({"log_forget_gate"})),
+    "log_linear": Recurrent(
+        arguments=lambda rng, sizes: {
+            "log_decay": -rng.uniform(0, 1, size=tokens(sizes)),
+            "levels": rng.uniform(0, 1, (*sizes.batch, sizes.queries, sizes.heads, 5)),
+        },
+        decays=frozenset({"log_decay"}),
+        initial_state=after_five_tokens,
+        module={"num_levels": 5},
+    ),
     "gated_slot": Recurrent(
         arguments=lambda rng, sizes: {"log_decay": -rng.uniform(0, 1, size=tokens(sizes, 3))},
         decays=frozenset({"log_decay"}),

@@ -43,6 +43,10 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     "gated_linear": {"log_decay": _DECAYS},
     "hgrn2": {"log_decay": _DECAYS, "key": "1 - jnp.exp(log_decay)"},
     "mlstm": {"log_input_gate": _normal(1, "B, T, N"), "log_forget_gate": _DECAY},
+    "log_linear": {
+        "log_decay": _DECAY,
+        "levels": f"jax.nn.softplus({_normal(3, 'B, T, N, 13')})",
+    },
     "gated_slot": {"log_decay": f"jax.nn.log_sigmoid({_normal(1, 'B, T, N, 64')}) / 8"},
     "mamba2": {
         "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N')})",

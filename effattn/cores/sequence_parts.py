@@ -74,6 +74,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "LSHSelfAttention",
                 "LatentAttention",
                 "LinformerSelfAttention",
+                "LogLinearAttention",
                 "LongShortSelfAttention",
                 "NativeSparseSelfAttention",
                 "LongformerSelfAttention",

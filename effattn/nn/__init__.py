@@ -49,6 +49,7 @@ from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
 from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
+from effattn.nn.log_linear import LogLinearAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.lsh import LSHSelfAttention
@@ -134,6 +135,7 @@ __all__ = [
     "LatentAttention",
     "LightningAttention",
     "LinformerSelfAttention",
+    "LogLinearAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
     "MLSTM",

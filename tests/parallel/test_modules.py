@@ -71,6 +71,7 @@ HEADS = {
     "linear": {},
     "additive": {},
     "forgetting": {},
+    "log_linear": {"num_levels": 4},
     "path": {"rank": 4},
     "differential": {"rotary": ROTARY},
     "latent": {"rotary": ROTARY, "query_rank": 8},
