@@ -50,6 +50,7 @@ import effattn.functional.hgrn2  # isort: skip
 from effattn.functional.log_linear import LogLinearState, log_linear_attention  # isort: skip
 from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  # isort: skip
 from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip
+from effattn.functional.mesa import MesaState, mesa_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -114,6 +115,7 @@ __all__ = [
     "GatedSlotState",
     "LogLinearState",
     "MLSTMState",
+    "MesaState",
     "PerformerState",
     "additive_attention",
     "advise",
@@ -149,6 +151,7 @@ __all__ = [
     "longformer_attention",
     "lsh_attention",
     "lsh_rotations",
+    "mesa_attention",
     "mlstm_attention",
     "moba_attention",
     "naive",

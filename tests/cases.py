@@ -78,6 +78,12 @@ def after_five_tokens(rng, shapes):
     return type(shapes)(sums, np.full(shapes.position.shape, 5.0))
 
 
+def after_keys(rng, shapes):
+    """State of the mesa layer after some tokens; its matrix of keys is symmetric."""
+    keys = rng.normal(size=shapes.keys.shape) / 2
+    return type(shapes)(keys @ keys.swapaxes(-1, -2), rng.normal(size=shapes.values.shape))
+
+
 def forget_gates(rng, sizes):
     """Log decays of a forget gate, and the keys that are tied to it."""
     log_decay = -rng.uniform(0, 1, size=tokens(sizes, sizes.size))
@@ -335,6 +341,16 @@ FUNCTIONS = {
         arguments=erased_and_written,
         decays=frozenset({"log_decay"}),
         bounded=bounded_erasing,
+    ),
+    "mesa": Recurrent(
+        # More steps than features, because rounding costs some.
+        variants={"": {"num_steps": 12}},
+        arguments=lambda rng, sizes: {
+            **strengths_and_decays(rng, sizes),
+            "regulariser": rng.uniform(0.5, 1.5, size=(sizes.key_heads, sizes.size)),
+        },
+        decays=frozenset({"log_decay"}),
+        initial_state=after_keys,
     ),
     "rwkv7": Recurrent(arguments=removals, decays=frozenset({"log_decay"})),
     "linformer": Tiled(variants={"": projections((7,), 17), "by head": projections((2, 6), 19)}),

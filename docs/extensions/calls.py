@@ -73,6 +73,12 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "erase": f"jax.nn.sigmoid({_normal(3, 'B, T, N, H')})",
         "write": f"jax.nn.sigmoid({_normal(4, 'B, T, N, H')})",
     },
+    "mesa": {
+        "key": _UNIT_KEY,
+        "beta": _STRENGTH,
+        "log_decay": _DECAY,
+        "regulariser": "jnp.ones((N, H))",
+    },
     "rwkv7": {
         "log_decay": _DECAYS,
         "removal_key": _UNIT_KEY,

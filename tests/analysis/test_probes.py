@@ -81,6 +81,7 @@ GATED = (
     "hgrn2",
     "mlstm",
     "gated_slot",
+    "mesa",
     "log_linear",
     "mamba",
     "mamba2",

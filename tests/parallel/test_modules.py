@@ -41,6 +41,7 @@ STATES = {
     "rwkv4": {},
     "rg_lru": {},
     "rwkv6": {},
+    "mesa": {"num_steps": 5},
     "rwkv7": {},
     "aft_simple": {},
     "s4d": {"state_size": 4},
