@@ -21,6 +21,7 @@ import effattn.functional.latent  # isort: skip
 from effattn.functional.stick_breaking import stick_breaking_attention  # isort: skip
 from effattn.functional.entmax import entmax_attention  # isort: skip
 from effattn.functional.talking_heads import talking_heads_attention  # isort: skip
+from effattn.functional.path import path_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
@@ -46,8 +47,10 @@ import effattn.functional.kimi_delta  # isort: skip
 from effattn.functional.gated_delta_net_2 import gated_delta_rule_2_attention  # isort: skip
 import effattn.functional.lightning  # isort: skip
 import effattn.functional.hgrn2  # isort: skip
+from effattn.functional.log_linear import LogLinearState, log_linear_attention  # isort: skip
 from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  # isort: skip
 from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip
+from effattn.functional.mesa import MesaState, mesa_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -110,7 +113,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockLayout",
     "GatedSlotState",
+    "LogLinearState",
     "MLSTMState",
+    "MesaState",
     "PerformerState",
     "additive_attention",
     "advise",
@@ -141,10 +146,12 @@ __all__ = [
     "indexed_attention",
     "linear_attention",
     "linformer_attention",
+    "log_linear_attention",
     "long_short_attention",
     "longformer_attention",
     "lsh_attention",
     "lsh_rotations",
+    "mesa_attention",
     "mlstm_attention",
     "moba_attention",
     "naive",
@@ -154,6 +161,7 @@ __all__ = [
     "paged_attention",
     "parallel",
     "patterns",
+    "path_attention",
     "performer_attention",
     "performer_features",
     "positions_from_segment_ids",

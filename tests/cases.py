@@ -71,6 +71,19 @@ def after_tokens(rng, shape):
     return np.einsum("...sf,...sd->...fd", features, values)
 
 
+def after_five_tokens(rng, shapes):
+    """State of log-linear attention, which has sums at the levels of the bits of 5."""
+    full = np.array([True, False, True, *[False] * (shapes.sums.shape[-3] - 3)])
+    sums = rng.normal(size=shapes.sums.shape) * full[:, None, None]
+    return type(shapes)(sums, np.full(shapes.position.shape, 5.0))
+
+
+def after_keys(rng, shapes):
+    """State of the mesa layer after some tokens; its matrix of keys is symmetric."""
+    keys = rng.normal(size=shapes.keys.shape) / 2
+    return type(shapes)(keys @ keys.swapaxes(-1, -2), rng.normal(size=shapes.values.shape))
+
+
 def forget_gates(rng, sizes):
     """Log decays of a forget gate, and the keys that are tied to it."""
     log_decay = -rng.uniform(0, 1, size=tokens(sizes, sizes.size))
@@ -98,6 +111,12 @@ def two_halves(rng, sizes):
 def strengths(rng, sizes):
     """Strengths `beta` for keys whose length is about the square root of their size."""
     return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
+
+
+def reflections(rng, sizes):
+    """Vectors and strengths of transformations."""
+    strength = rng.uniform(0, 2, size=tokens(sizes)) / sizes.size
+    return {"reflection": rng.normal(size=tokens(sizes, sizes.size)), "beta": strength}
 
 
 def strengths_and_decays(rng, sizes):
@@ -181,6 +200,7 @@ FUNCTIONS = {
         },
         decays=frozenset({"log_forget"}),
     ),
+    "path": Chunked(arguments=reflections),
     "differential": Tiled(arguments=two_halves, normalized=False),
     "entmax": ByRows(variants={"": {"alpha": 1.5}, "sparsemax": {"alpha": 2}}),
     "stick_breaking": ByRows(
@@ -264,6 +284,15 @@ FUNCTIONS = {
     ),
     "hgrn2": Recurrent(arguments=forget_gates, decays=frozenset({"log_decay"})),
     "mlstm": Recurrent(arguments=exponential_gates, decays=frozenset({"log_forget_gate"})),
+    "log_linear": Recurrent(
+        arguments=lambda rng, sizes: {
+            "log_decay": -rng.uniform(0, 1, size=tokens(sizes)),
+            "levels": rng.uniform(0, 1, (*sizes.batch, sizes.queries, sizes.heads, 5)),
+        },
+        decays=frozenset({"log_decay"}),
+        initial_state=after_five_tokens,
+        module={"num_levels": 5},
+    ),
     "gated_slot": Recurrent(
         arguments=lambda rng, sizes: {"log_decay": -rng.uniform(0, 1, size=tokens(sizes, 3))},
         decays=frozenset({"log_decay"}),
@@ -312,6 +341,16 @@ FUNCTIONS = {
         arguments=erased_and_written,
         decays=frozenset({"log_decay"}),
         bounded=bounded_erasing,
+    ),
+    "mesa": Recurrent(
+        # More steps than features, because rounding costs some.
+        variants={"": {"num_steps": 12}},
+        arguments=lambda rng, sizes: {
+            **strengths_and_decays(rng, sizes),
+            "regulariser": rng.uniform(0.5, 1.5, size=(sizes.key_heads, sizes.size)),
+        },
+        decays=frozenset({"log_decay"}),
+        initial_state=after_keys,
     ),
     "rwkv7": Recurrent(arguments=removals, decays=frozenset({"log_decay"})),
     "linformer": Tiled(variants={"": projections((7,), 17), "by head": projections((2, 6), 19)}),

@@ -31,6 +31,7 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "score": _normal(3, "N, 32"),
     },
     "forgetting": {"log_forget": _DECAY},
+    "path": {"reflection": _UNIT_KEY, "beta": f"2 * {_STRENGTH}"},
     "dilated": {"dilation": "2"},
     "differential": {"lambda_": "0.5"},
     "talking_heads": {"logits_mix": "jnp.eye(N)", "weights_mix": "jnp.eye(N)"},
@@ -42,6 +43,10 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     "gated_linear": {"log_decay": _DECAYS},
     "hgrn2": {"log_decay": _DECAYS, "key": "1 - jnp.exp(log_decay)"},
     "mlstm": {"log_input_gate": _normal(1, "B, T, N"), "log_forget_gate": _DECAY},
+    "log_linear": {
+        "log_decay": _DECAY,
+        "levels": f"jax.nn.softplus({_normal(3, 'B, T, N, 13')})",
+    },
     "gated_slot": {"log_decay": f"jax.nn.log_sigmoid({_normal(1, 'B, T, N, 64')}) / 8"},
     "mamba2": {
         "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N')})",
@@ -67,6 +72,12 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "log_decay": _DECAYS,
         "erase": f"jax.nn.sigmoid({_normal(3, 'B, T, N, H')})",
         "write": f"jax.nn.sigmoid({_normal(4, 'B, T, N, H')})",
+    },
+    "mesa": {
+        "key": _UNIT_KEY,
+        "beta": _STRENGTH,
+        "log_decay": _DECAY,
+        "regulariser": "jnp.ones((N, H))",
     },
     "rwkv7": {
         "log_decay": _DECAYS,

@@ -16,6 +16,7 @@ def over_tokens(
     naive: Callable[..., Any],
     *,
     per_token: Sequence[str] = (),
+    per_query: Sequence[str] = (),
     per_head: Mapping[str, int] | None = None,
     heads: bool = True,
     empty: Callable[..., Any] | None = None,
@@ -33,6 +34,7 @@ def over_tokens(
         inputs after `state` may have other names; the last one gives the output its dtype.
         `naive` receives `scale` if it names it.
       per_token: names of own arguments `(*B, T, K, ...)`.
+      per_query: names of own arguments `(*B, T, N, ...)` that are padded like the queries.
       per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an
         array of that many axes is for all heads.
       heads: False if the inputs have no axis of heads.
@@ -47,6 +49,7 @@ def over_tokens(
     inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     ranks = dict(per_head or {})
+    of_queries = {inputs[0], *per_query}
 
     def zeros(key, value, **_):
         return jnp.zeros((key.size, value.size), value.dtype)
@@ -64,7 +67,8 @@ def over_tokens(
         if "scale" in own and static.get("scale") is None:
             static["scale"] = arrays[0].shape[-1] ** -0.5
         tokens = dict(zip(inputs, arrays, strict=True))
-        tokens |= {n: jnp.asarray(static.pop(n)) for n in per_token if static.get(n) is not None}
+        given_names = [n for n in (*per_token, *per_query) if static.get(n) is not None]
+        tokens |= {n: jnp.asarray(static.pop(n)) for n in given_names}
         shared = {n: lifting.per_head_array(static.pop(n, None), r) for n, r in ranks.items()}
 
         def one(*, ids, query_length=None, key_length=None, initial_state=None, **mapped):
@@ -73,7 +77,7 @@ def over_tokens(
             of_tokens = {name: mapped.pop(name) for name in tokens}
             for name, x in of_tokens.items():
                 of_tokens[name] = lifting.without_padding(
-                    lifting.widened(x, *arrays), valid if name == inputs[0] else present
+                    lifting.widened(x, *arrays), valid if name in of_queries else present
                 )
             own_arrays = lifting.widened({**static, **mapped}, *arrays)
             no_token = {n: jnp.zeros_like(x, shape=x.shape[1:]) for n, x in of_tokens.items()}
@@ -119,8 +123,8 @@ def over_tokens(
         return (out, state) if given.get("return_state") else out
 
     of_call: Any = call
-    of_call.per_token, of_call.per_head = tuple(per_token), ranks
-    of_call.made_by_head = made_by_head
+    of_call.per_token, of_call.per_head = (*per_token, *per_query), ranks
+    of_call.per_query, of_call.made_by_head = tuple(per_query), made_by_head
     return call
 
 

@@ -49,15 +49,18 @@ from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
 from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
+from effattn.nn.log_linear import LogLinearAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.lsh import LSHSelfAttention
 from effattn.nn.lstm import LSTM
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
+from effattn.nn.mesa import MesaNet
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.mlstm import MLSTM
 from effattn.nn.native_sparse import NativeSparseSelfAttention
+from effattn.nn.path import PathAttention
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pipelined import PipelinedLM
 from effattn.nn.placement import placed, shardings
@@ -133,14 +136,17 @@ __all__ = [
     "LatentAttention",
     "LightningAttention",
     "LinformerSelfAttention",
+    "LogLinearAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
     "MLSTM",
     "Mamba",
     "Mamba2",
     "MixtureOfExperts",
+    "MesaNet",
     "MixtureOfMechanisms",
     "NativeSparseSelfAttention",
+    "PathAttention",
     "PerformerSelfAttention",
     "PipelinedLM",
     "RGLRU",

@@ -28,7 +28,8 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
     Args:
       function: a causal recurrence of effattn: `linear_attention` and `attention_free` with
         `is_causal=True`, `retention`, `gated_linear_attention`, `state_space_duality`,
-        `selective_scan`, `delta_rule_attention`, `mlstm_attention`, `rwkv4_mixing`, `rg_lru`,
+        `selective_scan`, `delta_rule_attention`, `mlstm_attention`, `mesa_attention`,
+        `rwkv4_mixing`, `rg_lru`,
         `gated_slot_attention`, `rwkv6_attention`, `rwkv7_attention` or `s4_convolution`;
         `functools.partial` of one; or a mixer of one from `effattn.nn`. An `initial_state` is that
         before the whole sequence, equal on all devices; the returned state is that after it.

@@ -81,6 +81,8 @@ GATED = (
     "hgrn2",
     "mlstm",
     "gated_slot",
+    "mesa",
+    "log_linear",
     "mamba",
     "mamba2",
     "delta_net",

@@ -26,7 +26,7 @@ OPEN = {
     *("differential", "latent", "stick_breaking", "entmax", "talking_heads"),
     *("linear", "retention", "gated_linear", "mamba2", "rwkv6", "delta_net", "gated_delta_net"),
     *("delta_product", "kimi_delta", "gated_delta_net_2"),
-    *("rwkv7", "random_features", "based", "hedgehog", "hgrn2", "gated_slot", "lightning"),
+    *("rwkv7", "mesa", "random_features", "based", "hedgehog", "hgrn2", "gated_slot", "lightning"),
     *("lstm", "slstm", "gru", "convolution", "mixture_of_mechanisms", "convolution_attention"),
 }
 QUICK = [s for s in MECHANISMS if s.name in ("softmax", "linear", "delta_net")]

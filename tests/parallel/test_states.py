@@ -38,6 +38,7 @@ def unit(x):
 QUERY, KEY, VALUE, COTANGENT = (numbers(BATCH, TOKENS, HEADS, SIZE) for _ in range(4))
 BY_HEAD, BY_FEATURE = (BATCH, TOKENS, HEADS), (BATCH, TOKENS, HEADS, SIZE)
 STATE = numbers(BATCH, HEADS, SIZE, SIZE)
+MESA = effattn.MesaState(STATE @ STATE.swapaxes(-1, -2), STATE)
 # Function, options that tokens have, and other options.
 CALLS = {
     "linear": (functools.partial(effattn.linear_attention, is_causal=True), {}, {}),
@@ -75,6 +76,11 @@ CALLS = {
         effattn.delta_rule_attention,
         {"beta": jax.nn.sigmoid(numbers(*BY_HEAD)), "log_decay": decays(*BY_HEAD)},
         {},
+    ),
+    "mesa": (
+        functools.partial(effattn.mesa_attention, num_steps=5),
+        {"beta": jax.nn.sigmoid(numbers(*BY_HEAD)), "log_decay": decays(*BY_HEAD)},
+        {"regulariser": jnp.ones((HEADS, SIZE)), "initial_state": MESA},
     ),
     "RWKV-6": (
         effattn.rwkv6_attention,

@@ -73,6 +73,14 @@ OPTIONS = {
 }
 ARRAYS = {
     "forgetting": {"log_forget": -jnp.abs(numbers(BATCH, TOKENS, HEADS))},
+    "log_linear": {
+        "log_decay": -jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)),
+        "levels": jnp.abs(numbers(BATCH, TOKENS, HEADS, 4)),
+    },
+    "path": {
+        "reflection": numbers(BATCH, TOKENS, KEY_HEADS, SIZE) / 2,
+        "beta": jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)),
+    },
     "additive": {
         "query_kernel": numbers(HEADS, SIZE, 3),
         "key_kernel": numbers(HEADS, SIZE, 3),
