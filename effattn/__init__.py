@@ -73,6 +73,7 @@ import effattn.functional.aft_simple  # isort: skip
 import effattn.functional.aft_local  # isort: skip
 import effattn.functional.aft_conv  # isort: skip
 from effattn.functional.hyena import hyena_convolution  # isort: skip
+from effattn.functional.long_convolution import long_convolution  # isort: skip
 from effattn.functional.synthesizer import synthesizer_attention  # isort: skip
 from effattn.functional.synthesizer_factorized import factorized_synthesizer_attention  # isort: skip
 import effattn.functional.synthesizer_random  # isort: skip
@@ -141,6 +142,7 @@ __all__ = [
     "indexed_attention",
     "linear_attention",
     "linformer_attention",
+    "long_convolution",
     "long_short_attention",
     "longformer_attention",
     "lsh_attention",

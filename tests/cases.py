@@ -398,6 +398,13 @@ MIXERS = {
         mix=mixes.attention_free("aft_conv", lambda mixer: mixer.taps[...]),
         variants={"": {"local_window_size": 3}},
     ),
+    "long_convolution": Case(
+        mix=mixes.long_convolution,
+        variants={
+            "": {"max_length": 16},
+            "smooth": {"max_length": 17, "smoothing": 2, "threshold": 0.1},
+        },
+    ),
     "hyena": Case(
         mix=mixes.hyena,
         variants={"": HYENA, "order 3": {**HYENA, "order": 3, "num_harmonics": 1}},
@@ -449,7 +456,7 @@ MIXERS = {
 }
 
 # For the tests of cost: options at a length, and mechanisms that run Fourier transforms.
-BY_LENGTH = ("aft_full", "aft_local", "hyena", "gmlp", "s4")
+BY_LENGTH = ("aft_full", "aft_local", "hyena", "long_convolution", "gmlp", "s4")
 COST = {
     **dict.fromkeys(
         (n for n in MIXERS if n in BY_LENGTH or n.startswith("synthesizer")),
@@ -457,6 +464,6 @@ COST = {
     ),
     "lsh": lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
 }
-TRANSFORMS = frozenset({"fnet", "hyena", "s4", "s4d"})
+TRANSFORMS = frozenset({"fnet", "hyena", "long_convolution", "s4", "s4d"})
 # For 16 bits: options without choices between numbers, which rounding would change.
 NARROW = {"indexed": (("top_k", 64),), "lsh": (("num_buckets", 1),)}

@@ -111,6 +111,18 @@ def hyena(mixer, x):
     return z @ mixer.out.kernel[...]
 
 
+def long_convolution(mixer, x):
+    (y,) = naive("long_convolution")(
+        x[None],
+        mixer.filter[...],
+        skip=mixer.skip[...],
+        threshold=mixer.threshold,
+        smoothing=mixer.smoothing,
+        is_causal=mixer.is_causal,
+    )
+    return jax.nn.glu(jax.nn.gelu(y) @ mixer.out.kernel[...])
+
+
 def talking_heads(mixer, x):
     query, key, value = (
         jnp.einsum("td,dnh->tnh", x, layer.kernel[...])[None]

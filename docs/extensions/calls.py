@@ -126,6 +126,10 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "value": _normal(1, "B, T, D"),
         "filters": f"{_normal(2, '2, T, D')} / T",
     },
+    "long_convolution": {
+        "x": _normal(0, "B, T, D"),
+        "filter": f"{_normal(1, 'T, D')} / T",
+    },
     "synthesizer": {
         "hidden": f"jax.nn.relu({_normal(0, 'B, T, N, 32')})",
         "table": _normal(1, "T, N, 32"),

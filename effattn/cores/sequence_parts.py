@@ -52,7 +52,14 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
             }
         ),
         "exchange_channels": frozenset(
-            {"attention_free", "fourier_mixing", "hyena_convolution", "spatial_gating", "S4"}
+            {
+                "attention_free",
+                "fourier_mixing",
+                "hyena_convolution",
+                "long_convolution",
+                "spatial_gating",
+                "S4",
+            }
         ),
         "exchange_heads": frozenset(
             {

@@ -49,6 +49,7 @@ from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
 from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
+from effattn.nn.long_convolution import LongConvolution
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.lsh import LSHSelfAttention
@@ -133,6 +134,7 @@ __all__ = [
     "LatentAttention",
     "LightningAttention",
     "LinformerSelfAttention",
+    "LongConvolution",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
     "MLSTM",

@@ -267,6 +267,7 @@ MIXINGS = {
         x, x, x, position_bias=(jnp.ones((9, 2)), jnp.ones((9, 2)))
     ),
     "hyena": lambda x: effattn.hyena_convolution(x[None], x, jnp.ones((1, *x.shape[1:]))),
+    "long convolution": lambda x: effattn.long_convolution(x, jnp.ones((2, 7, 4))),
     "s4": of_poles("convolution"),
     "s4 in steps": of_poles("recurrence"),
     "factorized synthesizer": lambda x: effattn.factorized_synthesizer_attention(

@@ -43,6 +43,8 @@ S4D = {**draw(x=TOKENS, skip=(D,)), "rate": POLES, "output": 2j * POLES}
 S4D["step_size"] = np.linspace(0.01, 0.1, D)
 S4D_STATE = {"initial_state": np.broadcast_to(POLES, (BATCH, *POLES.shape))}
 HYENA = draw(gates=(2, *TOKENS), value=TOKENS, filters=(2, 9, D), skip=(2, D))
+LONG = draw(x=TOKENS, filter=(2, 9, D), skip=(D,))
+SMOOTH = {"threshold": 0.2, "smoothing": 1}
 GMLP = draw(gate=TOKENS, value=TOKENS, weights=(9, 9), bias=(9,))
 DENSE = draw(hidden=(BATCH, 3, 2, 5), table=(TIME, 2, 5), value=(BATCH, TIME, 2, 4))
 PRODUCTS = draw(coarse=(BATCH, 3, 2, 2), fine=(BATCH, 3, 2, 4), value=(BATCH, TIME, 2, 4))
@@ -73,6 +75,7 @@ CASES = {
     "s4d padded": (effattn.s4_convolution, {**S4D, **S4D_STATE}, {**LENGTHS, **STATE}),
     "s4d packed": (effattn.s4_convolution, S4D, {**PACKED, **STATE}),
     "hyena": (effattn.hyena_convolution, HYENA, LENGTHS),
+    "long_convolution": (effattn.long_convolution, LONG, {**LENGTHS, **SMOOTH}),
     "gmlp": (effattn.spatial_gating, GMLP, {**LENGTHS, "is_causal": True}),
     "gmlp bidirectional": (effattn.spatial_gating, GMLP, LENGTHS),
     "synthesizer": (effattn.synthesizer_attention, DENSE, OFFSET),
@@ -146,6 +149,7 @@ def test_there_may_be_no_examples_or_no_tokens(batch, length):
         naive.aft_simple(x, x, x, is_causal=True),
         naive.s4d(x, rate=poles, output=poles, step_size=one),
         naive.hyena(x[None], x, jnp.ones((1, 8, D))),
+        naive.long_convolution(x, jnp.ones((2, 8, D))),
         naive.gmlp(x, x, jnp.ones((8, 8)), jnp.ones(8)),
         naive.fnet(x),
         naive.gated_linear(heads, heads, heads, log_decay=-heads)[:, :, 0],

@@ -53,6 +53,7 @@ STATES = {
 }
 CHANNELS = {
     "hyena": {"max_length": TOKENS, "filter_features": 5, "frequency": 1.0},
+    "long_convolution": {"max_length": TOKENS},
     "s4": {"max_length": 24, "state_size": 4},
     "gmlp": {"max_length": TOKENS + 1, "hidden_features": 16},
     "aft_full": {"max_length": TOKENS, "rank": 3},
