@@ -90,6 +90,7 @@ import effattn.functional.gru  # isort: skip
 import effattn.functional.convolution  # isort: skip
 import effattn.llvm  # isort: skip
 from effattn.functional.s4d import s4_convolution  # isort: skip
+from effattn.functional.h3 import h3_mixing  # isort: skip
 import effattn.functional.s4  # noqa: F401  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.arrays.segments import (
@@ -136,6 +137,7 @@ __all__ = [
     "gated_delta_rule_2_attention",
     "gated_linear_attention",
     "gated_slot_attention",
+    "h3_mixing",
     "hedgehog_attention",
     "hierarchical_attention",
     "hyena_convolution",

@@ -432,6 +432,7 @@ MIXERS = {
         variants={"": {"width": 3, "dilation": 2}, "wide": {"width": 4, "dilation": 5}}
     ),
     "s4d": Case(mix=mixes.s4d, variants={"": {"state_size": 6}}),
+    "h3": Case(mix=mixes.h3, variants={"": {"state_size": 4, "head_dim": 2}}),
     "s4": Case(
         # The recurrence of a state space continues past the length of the convolution kernel.
         variants={
@@ -464,6 +465,6 @@ COST = {
     ),
     "lsh": lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
 }
-TRANSFORMS = frozenset({"fnet", "hyena", "long_convolution", "s4", "s4d"})
+TRANSFORMS = frozenset({"fnet", "hyena", "long_convolution", "s4", "s4d", "h3"})
 # For 16 bits: options without choices between numbers, which rounding would change.
 NARROW = {"indexed": (("top_k", 64),), "lsh": (("num_buckets", 1),)}

@@ -187,6 +187,25 @@ def s4d(mixer, x):
     return jax.nn.glu(jax.nn.gelu(y) @ mixer.out.kernel[...])
 
 
+def h3(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    key = (x @ mixer.key.kernel[...]).astype(wide)
+    taps, width = mixer.shift.taps[...].astype(wide), mixer.shift.width
+    padded = jnp.pad(key, ((width - 1, 0), (0, 0)))
+    key = sum(taps[j] * padded[j : j + len(x)] for j in range(width)).astype(x.dtype)
+    output_real, output_imag = mixer.output[...].astype(wide)
+    (y,) = naive("h3")(
+        (x @ mixer.query.kernel[...])[None],
+        key[None],
+        (x @ mixer.value.kernel[...])[None],
+        rate=-jnp.exp(mixer.log_rate[...].astype(wide)) + 1j * mixer.turn[...].astype(wide),
+        output=output_real + 1j * output_imag,
+        step_size=jnp.exp(mixer.log_step[...].astype(wide)),
+        skip=mixer.skip[...],
+    )
+    return y @ mixer.out.kernel[...]
+
+
 def synthesizer(mixer, x):
     def heads(layer):
         y = jnp.einsum("td,dnh->tnh", x, layer.kernel[...])

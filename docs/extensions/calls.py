@@ -163,6 +163,11 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "output": f"{_normal(1, 'D, 32')} + 0j",
         "step_size": "jnp.full(D, 0.01)",
     },
+    "h3": {
+        "rate": "-0.5 + 1j * jnp.pi * jnp.arange(32) * jnp.ones((8, 1))  # 8 heads",
+        "output": f"{_normal(1, '8, 32')} + 0j",
+        "step_size": "jnp.full(8, 0.01)",
+    },
 }
 
 

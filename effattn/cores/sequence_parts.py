@@ -38,6 +38,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "rwkv7_attention",
                 "selective_scan",
                 "s4_convolution",
+                "h3_mixing",
                 "rg_lru",
                 "rwkv4_mixing",
                 "attention_free",

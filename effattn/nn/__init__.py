@@ -39,6 +39,7 @@ from effattn.nn.gated_self_attention import GatedSelfAttention
 from effattn.nn.gated_slot import GatedSlotAttention
 from effattn.nn.gmlp import GatedMLP
 from effattn.nn.gru import GRU
+from effattn.nn.h3 import H3
 from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
@@ -120,6 +121,7 @@ __all__ = [
     "GatedLinearAttention",
     "GatedMLP",
     "GatedSlotAttention",
+    "H3",
     "HGRN2",
     "GatedSelfAttention",
     "HedgehogSelfAttention",
