@@ -91,6 +91,7 @@ import effattn.functional.convolution  # isort: skip
 import effattn.llvm  # isort: skip
 from effattn.functional.s4d import s4_convolution  # isort: skip
 from effattn.functional.h3 import h3_mixing  # isort: skip
+from effattn.functional.s5 import s5_scan  # isort: skip
 import effattn.functional.s4  # noqa: F401  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.arrays.segments import (
@@ -172,6 +173,7 @@ __all__ = [
     "rwkv6_attention",
     "rwkv7_attention",
     "s4_convolution",
+    "s5_scan",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
     "selective_scan",

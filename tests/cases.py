@@ -432,6 +432,7 @@ MIXERS = {
         variants={"": {"width": 3, "dilation": 2}, "wide": {"width": 4, "dilation": 5}}
     ),
     "s4d": Case(mix=mixes.s4d, variants={"": {"state_size": 6}}),
+    "s5": Case(mix=mixes.s5, variants={"": {"num_blocks": 2}}),
     "h3": Case(mix=mixes.h3, variants={"": {"state_size": 4, "head_dim": 2}}),
     "s4": Case(
         # The recurrence of a state space continues past the length of the convolution kernel.

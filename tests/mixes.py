@@ -187,6 +187,25 @@ def s4d(mixer, x):
     return jax.nn.glu(jax.nn.gelu(y) @ mixer.out.kernel[...])
 
 
+def s5(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def modes(pair):
+        return pair[0].astype(wide) + 1j * pair[1].astype(wide)
+
+    (y,) = naive("s5")(
+        x[None],
+        rate=modes((-jnp.exp(mixer.log_rate[...].astype(wide)), mixer.turn[...])),
+        input=modes(mixer.input[...]),
+        output=modes(mixer.output[...]),
+        step_size=jnp.exp(mixer.log_step[...].astype(wide)),
+        skip=mixer.skip[...],
+        is_causal=mixer.is_causal,
+    )
+    y = jax.nn.gelu(y)
+    return y * jax.nn.sigmoid(y @ mixer.gate.kernel[...])
+
+
 def h3(mixer, x):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     key = (x @ mixer.key.kernel[...]).astype(wide)

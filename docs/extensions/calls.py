@@ -168,6 +168,13 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "output": f"{_normal(1, '8, 32')} + 0j",
         "step_size": "jnp.full(8, 0.01)",
     },
+    "s5": {
+        "x": _normal(0, "B, T, D"),
+        "rate": "-0.5 + 1j * jnp.pi * jnp.arange(32)",
+        "input": f"{_normal(1, '32, D')} + 0j",
+        "output": f"{_normal(2, 'D, 32')} + 0j",
+        "step_size": "jnp.full(32, 0.01)",
+    },
 }
 
 

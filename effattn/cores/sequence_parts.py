@@ -39,6 +39,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "selective_scan",
                 "s4_convolution",
                 "h3_mixing",
+                "s5_scan",
                 "rg_lru",
                 "rwkv4_mixing",
                 "attention_free",

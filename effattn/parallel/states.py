@@ -26,8 +26,8 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
     one device may count it.
 
     Args:
-      function: a causal recurrence of effattn: `linear_attention` and `attention_free` with
-        `is_causal=True`, `retention`, `gated_linear_attention`, `state_space_duality`,
+      function: a causal recurrence of effattn: `linear_attention`, `attention_free` and `s5_scan`
+        with `is_causal=True`, `retention`, `gated_linear_attention`, `state_space_duality`,
         `selective_scan`, `delta_rule_attention`, `mlstm_attention`, `rwkv4_mixing`, `rg_lru`,
         `gated_slot_attention`, `rwkv6_attention`, `rwkv7_attention`, `s4_convolution` or
         `h3_mixing`; `functools.partial` of one; or a mixer of one from `effattn.nn`. An

@@ -43,6 +43,9 @@ S4D = {**draw(x=TOKENS, skip=(D,)), "rate": POLES, "output": 2j * POLES}
 S4D["step_size"] = np.linspace(0.01, 0.1, D)
 S4D_STATE = {"initial_state": np.broadcast_to(POLES, (BATCH, *POLES.shape))}
 H3 = {**AFT, **{name: S4D[name][:2] for name in ("rate", "output", "step_size", "skip")}}
+S5 = {"x": S4D["x"], "skip": S4D["skip"], "rate": POLES[0], "input": POLES.T}
+S5 |= {"output": np.stack([POLES, 2j * POLES]), "step_size": np.array([0.01, 0.1])}
+S5_STATE = np.broadcast_to(POLES[1], (BATCH, 2))
 HYENA = draw(gates=(2, *TOKENS), value=TOKENS, filters=(2, 9, D), skip=(2, D))
 LONG = draw(x=TOKENS, filter=(2, 9, D), skip=(D,))
 SMOOTH = {"threshold": 0.2, "smoothing": 1}
@@ -77,6 +80,17 @@ CASES = {
     "s4d packed": (effattn.s4_convolution, S4D, {**PACKED, **STATE}),
     "h3 padded": (effattn.h3_mixing, H3, {**LENGTHS, **STATE}),
     "h3 packed": (effattn.h3_mixing, H3, {**PACKED, **STATE}),
+    "s5 both ways": (effattn.s5_scan, S5, PACKED),
+    "s5 padded": (
+        effattn.s5_scan,
+        {**S5, "output": S4D["output"], "initial_state": S5_STATE},
+        {**LENGTHS, **STATE, "is_causal": True},
+    ),
+    "s5 packed": (
+        effattn.s5_scan,
+        {**S5, "output": S4D["output"]},
+        {**PACKED, **STATE, "is_causal": True},
+    ),
     "hyena": (effattn.hyena_convolution, HYENA, LENGTHS),
     "long_convolution": (effattn.long_convolution, LONG, {**LENGTHS, **SMOOTH}),
     "gmlp": (effattn.spatial_gating, GMLP, {**LENGTHS, "is_causal": True}),
@@ -152,6 +166,7 @@ def test_there_may_be_no_examples_or_no_tokens(batch, length):
         naive.s4d(x, rate=poles, output=poles, step_size=one),
         naive.hyena(x[None], x, jnp.ones((1, 8, D))),
         naive.h3(x, x, x, rate=poles, output=poles, step_size=one),
+        naive.s5(x, rate=poles[0], input=poles.T, output=poles, step_size=one[:3], is_causal=True),
         naive.long_convolution(x, jnp.ones((2, 8, D))),
         naive.gmlp(x, x, jnp.ones((8, 8)), jnp.ones(8)),
         naive.fnet(x),

@@ -45,6 +45,7 @@ STATES = {
     "aft_simple": {},
     "s4d": {"state_size": 4},
     "h3": {"state_size": 4, "head_dim": 2},
+    "s5": {"state_size": 4},
     "convolution": {"width": 4, "dilation": 2},
     "bidirectional": {"mixer": {"name": "mamba", "state_size": 4}, "is_causal": False},
     "lstm": {},
