@@ -37,6 +37,7 @@ from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.retention import retention  # isort: skip
 from effattn.functional.gated_linear import gated_linear_attention  # isort: skip
 from effattn.functional.mamba2 import state_space_duality  # isort: skip
+from effattn.functional.mamba3 import TrapezoidalState, trapezoidal_scan  # isort: skip
 from effattn.functional.rwkv6 import rwkv6_attention  # isort: skip
 from effattn.functional.mamba import selective_scan  # isort: skip
 from effattn.functional.delta_net import delta_rule_attention  # isort: skip
@@ -115,6 +116,7 @@ __all__ = [
     "GatedSlotState",
     "MLSTMState",
     "PerformerState",
+    "TrapezoidalState",
     "additive_attention",
     "advise",
     "analysis",
@@ -188,6 +190,7 @@ __all__ = [
     "support",
     "synthesizer_attention",
     "talking_heads_attention",
+    "trapezoidal_scan",
     "testing",
     "tune",
 ]

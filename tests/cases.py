@@ -95,6 +95,16 @@ def two_halves(rng, sizes):
     }
 
 
+def turns(rng, sizes):
+    """Step sizes, decays, shares of the present token, and angles of two pairs of features."""
+    return {
+        "step_size": rng.uniform(0.1, 1, size=tokens(sizes)),
+        "log_decay": -rng.uniform(0, 1, size=tokens(sizes)),
+        "trapezoid": rng.uniform(0, 1, size=tokens(sizes)),
+        "angle": rng.normal(size=tokens(sizes, min(2, sizes.size // 2))),
+    }
+
+
 def strengths(rng, sizes):
     """Strengths `beta` for keys whose length is about the square root of their size."""
     return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
@@ -284,6 +294,8 @@ FUNCTIONS = {
         },
         decays=frozenset({"rate"}),
     ),
+    # An angle is the imaginary part of the logarithm of a complex decay.
+    "mamba3": Recurrent(arguments=turns, decays=frozenset({"log_decay", "angle"})),
     "mamba": Recurrent(
         arguments=lambda rng, sizes: {
             "step_size": softplus(rng.normal(size=tokens(sizes, sizes.value_size))),

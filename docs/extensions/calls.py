@@ -47,6 +47,12 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N')})",
         "rate": "-jnp.ones(N)",
     },
+    "mamba3": {
+        "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N')})",
+        "log_decay": "-step_size",
+        "trapezoid": "jnp.full((B, T, N), 0.5)",
+        "angle": f"{_normal(2, 'B, T, N, 2')} / 8",
+    },
     "rwkv6": {"log_decay": _DECAYS, "bonus": "jnp.ones((N, H))"},
     "mamba": {
         "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N, H')})",

@@ -29,6 +29,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "retention",
                 "gated_linear_attention",
                 "state_space_duality",
+                "trapezoidal_scan",
                 "delta_product_attention",
                 "delta_rule_attention",
                 "gated_delta_rule_2_attention",

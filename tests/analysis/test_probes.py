@@ -83,6 +83,7 @@ GATED = (
     "gated_slot",
     "mamba",
     "mamba2",
+    "mamba3",
     "delta_net",
     "gated_delta_net",
     "delta_product",
