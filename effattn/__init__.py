@@ -38,6 +38,7 @@ from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.retention import retention  # isort: skip
 from effattn.functional.gated_linear import gated_linear_attention  # isort: skip
 from effattn.functional.mamba2 import state_space_duality  # isort: skip
+from effattn.functional.mamba3 import TrapezoidalState, trapezoidal_scan  # isort: skip
 from effattn.functional.rwkv6 import rwkv6_attention  # isort: skip
 from effattn.functional.mamba import selective_scan  # isort: skip
 from effattn.functional.delta_net import delta_rule_attention  # isort: skip
@@ -76,6 +77,7 @@ import effattn.functional.aft_simple  # isort: skip
 import effattn.functional.aft_local  # isort: skip
 import effattn.functional.aft_conv  # isort: skip
 from effattn.functional.hyena import hyena_convolution  # isort: skip
+from effattn.functional.long_convolution import long_convolution  # isort: skip
 from effattn.functional.synthesizer import synthesizer_attention  # isort: skip
 from effattn.functional.synthesizer_factorized import factorized_synthesizer_attention  # isort: skip
 import effattn.functional.synthesizer_random  # isort: skip
@@ -92,6 +94,8 @@ import effattn.functional.gru  # isort: skip
 import effattn.functional.convolution  # isort: skip
 import effattn.llvm  # isort: skip
 from effattn.functional.s4d import s4_convolution  # isort: skip
+from effattn.functional.h3 import h3_mixing  # isort: skip
+from effattn.functional.s5 import s5_scan  # isort: skip
 import effattn.functional.s4  # noqa: F401  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.arrays.segments import (
@@ -117,6 +121,7 @@ __all__ = [
     "MLSTMState",
     "MesaState",
     "PerformerState",
+    "TrapezoidalState",
     "additive_attention",
     "advise",
     "analysis",
@@ -140,6 +145,7 @@ __all__ = [
     "gated_delta_rule_2_attention",
     "gated_linear_attention",
     "gated_slot_attention",
+    "h3_mixing",
     "hedgehog_attention",
     "hierarchical_attention",
     "hyena_convolution",
@@ -147,6 +153,7 @@ __all__ = [
     "linear_attention",
     "linformer_attention",
     "log_linear_attention",
+    "long_convolution",
     "long_short_attention",
     "longformer_attention",
     "lsh_attention",
@@ -176,6 +183,7 @@ __all__ = [
     "rwkv6_attention",
     "rwkv7_attention",
     "s4_convolution",
+    "s5_scan",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
     "selective_scan",
@@ -190,6 +198,7 @@ __all__ = [
     "support",
     "synthesizer_attention",
     "talking_heads_attention",
+    "trapezoidal_scan",
     "testing",
     "tune",
 ]

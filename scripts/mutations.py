@@ -63,7 +63,10 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/functional/test_token_mixing.py",), None),
         (("tests/laws",), "rwkv4 or aft_simple"),
     ),
-    r"xla/long_convolution": ((("tests/laws",), "hyena or s4"),),
+    r"xla/long_convolution": (
+        (("tests/functional/test_long_convolution.py",), None),
+        (("tests/laws",), "hyena or s4"),
+    ),
     r"xla/paged_attention": ((("tests/functional/test_paged.py",), None),),
     r"llvm/.*": (
         (("tests/llvm",), None),

@@ -108,6 +108,16 @@ def two_halves(rng, sizes):
     }
 
 
+def turns(rng, sizes):
+    """Step sizes, decays, shares of the present token, and angles of two pairs of features."""
+    return {
+        "step_size": rng.uniform(0.1, 1, size=tokens(sizes)),
+        "log_decay": -rng.uniform(0, 1, size=tokens(sizes)),
+        "trapezoid": rng.uniform(0, 1, size=tokens(sizes)),
+        "angle": rng.normal(size=tokens(sizes, min(2, sizes.size // 2))),
+    }
+
+
 def strengths(rng, sizes):
     """Strengths `beta` for keys whose length is about the square root of their size."""
     return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
@@ -313,6 +323,8 @@ FUNCTIONS = {
         },
         decays=frozenset({"rate"}),
     ),
+    # An angle is the imaginary part of the logarithm of a complex decay.
+    "mamba3": Recurrent(arguments=turns, decays=frozenset({"log_decay", "angle"})),
     "mamba": Recurrent(
         arguments=lambda rng, sizes: {
             "step_size": softplus(rng.normal(size=tokens(sizes, sizes.value_size))),
@@ -437,6 +449,13 @@ MIXERS = {
         mix=mixes.attention_free("aft_conv", lambda mixer: mixer.taps[...]),
         variants={"": {"local_window_size": 3}},
     ),
+    "long_convolution": Case(
+        mix=mixes.long_convolution,
+        variants={
+            "": {"max_length": 16},
+            "smooth": {"max_length": 17, "smoothing": 2, "threshold": 0.1},
+        },
+    ),
     "hyena": Case(
         mix=mixes.hyena,
         variants={"": HYENA, "order 3": {**HYENA, "order": 3, "num_harmonics": 1}},
@@ -464,6 +483,8 @@ MIXERS = {
         variants={"": {"width": 3, "dilation": 2}, "wide": {"width": 4, "dilation": 5}}
     ),
     "s4d": Case(mix=mixes.s4d, variants={"": {"state_size": 6}}),
+    "s5": Case(mix=mixes.s5, variants={"": {"num_blocks": 2}}),
+    "h3": Case(mix=mixes.h3, variants={"": {"state_size": 4, "head_dim": 2}}),
     "s4": Case(
         # The recurrence of a state space continues past the length of the convolution kernel.
         variants={
@@ -488,7 +509,7 @@ MIXERS = {
 }
 
 # For the tests of cost: options at a length, and mechanisms that run Fourier transforms.
-BY_LENGTH = ("aft_full", "aft_local", "hyena", "gmlp", "s4")
+BY_LENGTH = ("aft_full", "aft_local", "hyena", "long_convolution", "gmlp", "s4")
 COST = {
     **dict.fromkeys(
         (n for n in MIXERS if n in BY_LENGTH or n.startswith("synthesizer")),
@@ -496,6 +517,6 @@ COST = {
     ),
     "lsh": lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
 }
-TRANSFORMS = frozenset({"fnet", "hyena", "s4", "s4d"})
+TRANSFORMS = frozenset({"fnet", "hyena", "long_convolution", "s4", "s4d", "h3"})
 # For 16 bits: options without choices between numbers, which rounding would change.
 NARROW = {"indexed": (("top_k", 64),), "lsh": (("num_buckets", 1),)}

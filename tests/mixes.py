@@ -111,6 +111,18 @@ def hyena(mixer, x):
     return z @ mixer.out.kernel[...]
 
 
+def long_convolution(mixer, x):
+    (y,) = naive("long_convolution")(
+        x[None],
+        mixer.filter[...],
+        skip=mixer.skip[...],
+        threshold=mixer.threshold,
+        smoothing=mixer.smoothing,
+        is_causal=mixer.is_causal,
+    )
+    return jax.nn.glu(jax.nn.gelu(y) @ mixer.out.kernel[...])
+
+
 def talking_heads(mixer, x):
     query, key, value = (
         jnp.einsum("td,dnh->tnh", x, layer.kernel[...])[None]
@@ -173,6 +185,44 @@ def s4d(mixer, x):
         skip=mixer.skip[...],
     )
     return jax.nn.glu(jax.nn.gelu(y) @ mixer.out.kernel[...])
+
+
+def s5(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def modes(pair):
+        return pair[0].astype(wide) + 1j * pair[1].astype(wide)
+
+    (y,) = naive("s5")(
+        x[None],
+        rate=modes((-jnp.exp(mixer.log_rate[...].astype(wide)), mixer.turn[...])),
+        input=modes(mixer.input[...]),
+        output=modes(mixer.output[...]),
+        step_size=jnp.exp(mixer.log_step[...].astype(wide)),
+        skip=mixer.skip[...],
+        is_causal=mixer.is_causal,
+    )
+    y = jax.nn.gelu(y)
+    return y * jax.nn.sigmoid(y @ mixer.gate.kernel[...])
+
+
+def h3(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    key = (x @ mixer.key.kernel[...]).astype(wide)
+    taps, width = mixer.shift.taps[...].astype(wide), mixer.shift.width
+    padded = jnp.pad(key, ((width - 1, 0), (0, 0)))
+    key = sum(taps[j] * padded[j : j + len(x)] for j in range(width)).astype(x.dtype)
+    output_real, output_imag = mixer.output[...].astype(wide)
+    (y,) = naive("h3")(
+        (x @ mixer.query.kernel[...])[None],
+        key[None],
+        (x @ mixer.value.kernel[...])[None],
+        rate=-jnp.exp(mixer.log_rate[...].astype(wide)) + 1j * mixer.turn[...].astype(wide),
+        output=output_real + 1j * output_imag,
+        step_size=jnp.exp(mixer.log_step[...].astype(wide)),
+        skip=mixer.skip[...],
+    )
+    return y @ mixer.out.kernel[...]
 
 
 def synthesizer(mixer, x):

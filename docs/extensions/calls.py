@@ -52,6 +52,12 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N')})",
         "rate": "-jnp.ones(N)",
     },
+    "mamba3": {
+        "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N')})",
+        "log_decay": "-step_size",
+        "trapezoid": "jnp.full((B, T, N), 0.5)",
+        "angle": f"{_normal(2, 'B, T, N, 2')} / 8",
+    },
     "rwkv6": {"log_decay": _DECAYS, "bonus": "jnp.ones((N, H))"},
     "mamba": {
         "step_size": f"jax.nn.softplus({_normal(1, 'B, T, N, H')})",
@@ -137,6 +143,10 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "value": _normal(1, "B, T, D"),
         "filters": f"{_normal(2, '2, T, D')} / T",
     },
+    "long_convolution": {
+        "x": _normal(0, "B, T, D"),
+        "filter": f"{_normal(1, 'T, D')} / T",
+    },
     "synthesizer": {
         "hidden": f"jax.nn.relu({_normal(0, 'B, T, N, 32')})",
         "table": _normal(1, "T, N, 32"),
@@ -169,6 +179,18 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "rate": "-0.5 + 1j * jnp.pi * jnp.arange(32) * jnp.ones((D, 1))",
         "output": f"{_normal(1, 'D, 32')} + 0j",
         "step_size": "jnp.full(D, 0.01)",
+    },
+    "h3": {
+        "rate": "-0.5 + 1j * jnp.pi * jnp.arange(32) * jnp.ones((8, 1))  # 8 heads",
+        "output": f"{_normal(1, '8, 32')} + 0j",
+        "step_size": "jnp.full(8, 0.01)",
+    },
+    "s5": {
+        "x": _normal(0, "B, T, D"),
+        "rate": "-0.5 + 1j * jnp.pi * jnp.arange(32)",
+        "input": f"{_normal(1, '32, D')} + 0j",
+        "output": f"{_normal(2, 'D, 32')} + 0j",
+        "step_size": "jnp.full(32, 0.01)",
     },
 }
 

@@ -29,6 +29,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "retention",
                 "gated_linear_attention",
                 "state_space_duality",
+                "trapezoidal_scan",
                 "delta_product_attention",
                 "delta_rule_attention",
                 "gated_delta_rule_2_attention",
@@ -39,6 +40,8 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "rwkv7_attention",
                 "selective_scan",
                 "s4_convolution",
+                "h3_mixing",
+                "s5_scan",
                 "rg_lru",
                 "rwkv4_mixing",
                 "attention_free",
@@ -53,7 +56,14 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
             }
         ),
         "exchange_channels": frozenset(
-            {"attention_free", "fourier_mixing", "hyena_convolution", "spatial_gating", "S4"}
+            {
+                "attention_free",
+                "fourier_mixing",
+                "hyena_convolution",
+                "long_convolution",
+                "spatial_gating",
+                "S4",
+            }
         ),
         "exchange_heads": frozenset(
             {

@@ -111,14 +111,24 @@ def hippo(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     input is B_n = sqrt(2n + 1). Modes come in conjugate pairs; one mode of each pair is returned.
     """
     n = np.arange(size)
+    rates, to_modes = hippo_modes(size)
+    return rates, to_modes @ np.sqrt(n + 0.5), to_modes @ np.sqrt(2 * n + 1)
+
+
+def hippo_modes(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the normal part of HiPPO-LegS in modes: rates `(M,)`, and V^* `(M, size)`.
+
+    The normal part is V diag(rates) V^* and its conjugate for one mode of each of M = size / 2
+    conjugate pairs. See `hippo`.
+    """
+    n = np.arange(size)
     low_rank, input = np.sqrt(n + 0.5), np.sqrt(2 * n + 1)
     matrix = -np.tril(np.outer(input, input), -1) - np.diag(n + 1)
     normal = matrix + np.outer(low_rank, low_rank)
     # `normal` is -1/2 times the identity plus a skew-symmetric matrix, i times a Hermitian matrix.
     A_imag, vectors = np.linalg.eigh(-1j * (normal + 0.5 * np.eye(size)))
     first = slice(size // 2, None)
-    to_modes = vectors.conj().T[first]
-    return -0.5 + 1j * A_imag[first], to_modes @ low_rank, to_modes @ input
+    return -0.5 + 1j * A_imag[first], vectors.conj().T[first]
 
 
 registry.register(

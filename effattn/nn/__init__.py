@@ -39,6 +39,7 @@ from effattn.nn.gated_self_attention import GatedSelfAttention
 from effattn.nn.gated_slot import GatedSlotAttention
 from effattn.nn.gmlp import GatedMLP
 from effattn.nn.gru import GRU
+from effattn.nn.h3 import H3
 from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
@@ -50,6 +51,7 @@ from effattn.nn.latent import LatentAttention
 from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.log_linear import LogLinearAttention
+from effattn.nn.long_convolution import LongConvolution
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.lsh import LSHSelfAttention
@@ -57,6 +59,7 @@ from effattn.nn.lstm import LSTM
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mesa import MesaNet
+from effattn.nn.mamba3 import Mamba3
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.mlstm import MLSTM
 from effattn.nn.native_sparse import NativeSparseSelfAttention
@@ -79,6 +82,7 @@ from effattn.nn.rwkv6 import RWKV6
 from effattn.nn.rwkv7 import RWKV7
 from effattn.nn.s4 import S4
 from effattn.nn.s4d import S4D
+from effattn.nn.s5 import S5
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.slstm import SLSTM
@@ -122,6 +126,7 @@ __all__ = [
     "GatedLinearAttention",
     "GatedMLP",
     "GatedSlotAttention",
+    "H3",
     "HGRN2",
     "GatedSelfAttention",
     "HedgehogSelfAttention",
@@ -137,11 +142,13 @@ __all__ = [
     "LightningAttention",
     "LinformerSelfAttention",
     "LogLinearAttention",
+    "LongConvolution",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
     "MLSTM",
     "Mamba",
     "Mamba2",
+    "Mamba3",
     "MixtureOfExperts",
     "MesaNet",
     "MixtureOfMechanisms",
@@ -164,6 +171,7 @@ __all__ = [
     "RoutingStats",
     "S4",
     "S4D",
+    "S5",
     "SLSTM",
     "SelfAttention",
     "ShortConvolution",

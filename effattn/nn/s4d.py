@@ -2,11 +2,7 @@
 
 from typing import Unpack
 
-import jax.numpy as jnp
-from flax import nnx
-
 from effattn.arrays import dtypes
-from effattn.functional.s4 import hippo
 from effattn.functional.s4d import s4_convolution
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
@@ -37,12 +33,7 @@ class S4D(StateSpace):
         **options: Unpack[Projected],
     ):
         super().__init__(in_features, state_size=state_size, **options)
-        _, _, B = hippo(state_size)
-        # C is B C of the paper, where the numbers of C are complex normal with variance 1.
-        normal = nnx.initializers.normal(0.5**0.5)
-        self.output = Layers(**options).drawn(normal, 2, in_features, len(B))
-        product = B * complex_of(self.output, dtypes.wide(self.param_dtype))
-        self.output[...] = jnp.stack([product.real, product.imag]).astype(self.param_dtype)
+        self.output = self._outputs(Layers(**options))
 
     def _mix(self, x, state, lengths, segment_ids):
         x = x.astype(self._computed_in(x))

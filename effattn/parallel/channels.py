@@ -20,10 +20,10 @@ def exchange_channels(function: Callable[..., Any], axis_name: str) -> Callable[
     tokens.
 
     Args:
-      function: `hyena_convolution`, `attention_free`, `spatial_gating` or `fourier_mixing` (which
-        exchanges complex channels) of effattn, `functools.partial` of one, or a mixer of one from
-        `effattn.nn`, also `nn.S4`. A short convolution of a mixer gets the last tokens of the
-        device before.
+      function: `hyena_convolution`, `long_convolution`, `attention_free`, `spatial_gating` or
+        `fourier_mixing` (which exchanges complex channels) of effattn, `functools.partial` of one,
+        or a mixer of one from `effattn.nn`, also `nn.S4`. A short convolution of a mixer gets the
+        last tokens of the device before.
       axis_name: the mesh axis that divides the tokens.
 
     Returns:

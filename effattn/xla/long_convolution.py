@@ -1,4 +1,4 @@
-"""Long causal convolution by fast Fourier transform (FFT)."""
+"""Long convolution by fast Fourier transform (FFT), causal or in both directions."""
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +7,18 @@ from effattn.arrays import dtypes
 from effattn.arrays.axes import lead
 
 
-def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
-    """Causal convolution of each feature: y_t = sum_(s <= t) filter_(t - s) * x_s.
+def long_convolution(x: jax.Array, filter: jax.Array, later: jax.Array | None = None) -> jax.Array:
+    """Convolution of each feature: y_t = sum_(s <= t) filter_(t - s) * x_s, causal without `later`.
 
-    Both inputs are zero-padded, so that the convolution does not wrap around. Time is O(T D log T),
-    memory O(T D). The FFT mixes all tokens, so a later token changes earlier outputs by rounding
-    errors. Before JAX 0.12 the compiler gathers sharded batches for the FFT; shard by
-    `jax.shard_map` there.
+    With `later`, tokens after t add sum_(s > t) later_(s - t - 1) * x_s. All inputs are
+    zero-padded, so that the convolution does not wrap around. Time is O(T D log T), memory O(T D).
+    The FFT mixes all tokens, so a later token changes earlier outputs by rounding errors. Before
+    JAX 0.12 the compiler gathers sharded batches for the FFT; shard by `jax.shard_map` there.
 
     Args:
       x: `(*B, T, D)`.
       filter: `(L, D)`; if L < T, the filter is zero from L on.
+      later: `(L', D)`, taps of later tokens, of the dtype of `filter`; or None.
 
     Returns:
       `(*B, T, D)` in the promoted dtype of both, at least float32.
@@ -28,8 +29,14 @@ def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
     time = x.shape[-2]
     filter = filter[:time]
     dtype = dtypes.wide(x, filter)
-    size = next_fast_len(max(1, time + filter.shape[0] - 1), real=True)
-    of_x, of_filter = (jnp.fft.rfft(a.astype(dtype), size, axis=-2) for a in (x, filter))
+    before = 0 if later is None else min(len(later), max(time - 1, 0))
+    size = next_fast_len(max(1, time + max(len(filter) - 1, before)), real=True)
+    taps = filter.astype(dtype)
+    if later is not None:
+        # The tap of distance -n is n places before the end, as the transform is of a ring.
+        ends = ((0, size - before - len(filter)), (0, 0))
+        taps = jnp.concatenate([jnp.pad(taps, ends), jnp.flip(later[:before], 0).astype(dtype)])
+    of_x, of_filter = (jnp.fft.rfft(a.astype(dtype), size, axis=-2) for a in (x, taps))
     return jnp.fft.irfft(of_x * lead(of_filter, x.ndim), size, axis=-2)[..., :time, :]
 
 

@@ -85,6 +85,7 @@ GATED = (
     "log_linear",
     "mamba",
     "mamba2",
+    "mamba3",
     "delta_net",
     "gated_delta_net",
     "delta_product",

@@ -258,6 +258,10 @@ def of_poles(method):
     )
 
 
+POLES = {"rate": -np.ones((2, 3), np.complex64), "output": np.ones((2, 3), np.complex64)}
+POLES["step_size"] = np.ones(2, np.float32)
+WIDE_POLES = {"rate": -np.ones(3, np.complex64), "input": np.ones((3, 4), np.complex64)}
+WIDE_POLES["step_size"] = np.ones(3, np.float32)
 MIXINGS = {
     "rwkv4": lambda x: effattn.rwkv4_mixing(x, x, decay=jnp.ones(4), bonus=jnp.ones(4)),
     "rg_lru": lambda x: effattn.rg_lru(x, x, x, log_decay=-jnp.ones(4)),
@@ -267,6 +271,9 @@ MIXINGS = {
         x, x, x, position_bias=(jnp.ones((9, 2)), jnp.ones((9, 2)))
     ),
     "hyena": lambda x: effattn.hyena_convolution(x[None], x, jnp.ones((1, *x.shape[1:]))),
+    "s5": lambda x: effattn.s5_scan(x, **WIDE_POLES, output=jnp.ones((2, 4, 3), jnp.complex64)),
+    "h3": lambda x: effattn.h3_mixing(x, x, x, **POLES),
+    "long convolution": lambda x: effattn.long_convolution(x, jnp.ones((2, 7, 4))),
     "s4": of_poles("convolution"),
     "s4 in steps": of_poles("recurrence"),
     "factorized synthesizer": lambda x: effattn.factorized_synthesizer_attention(

@@ -168,7 +168,8 @@ def test_mixers_without_heads(mixer):
 
 OPEN_DECODING = {
     *OPEN,
-    *("lsh", "aft_full", "aft_local", "aft_conv", "hyena", "synthesizer", "gmlp"),
+    *("lsh", "aft_full", "aft_local", "aft_conv", "hyena", "long_convolution"),
+    *("synthesizer", "gmlp"),
     *("synthesizer_factorized", "synthesizer_random", "synthesizer_factorized_random"),
     *("synthesizer_mixture", "s4", "recurrent_memory"),
 }

@@ -42,7 +42,13 @@ POLES = -np.abs(POLES[0]) + 1j * POLES[1]
 S4D = {**draw(x=TOKENS, skip=(D,)), "rate": POLES, "output": 2j * POLES}
 S4D["step_size"] = np.linspace(0.01, 0.1, D)
 S4D_STATE = {"initial_state": np.broadcast_to(POLES, (BATCH, *POLES.shape))}
+H3 = {**AFT, **{name: S4D[name][:2] for name in ("rate", "output", "step_size", "skip")}}
+S5 = {"x": S4D["x"], "skip": S4D["skip"], "rate": POLES[0], "input": POLES.T}
+S5 |= {"output": np.stack([POLES, 2j * POLES]), "step_size": np.array([0.01, 0.1])}
+S5_STATE = np.broadcast_to(POLES[1], (BATCH, 2))
 HYENA = draw(gates=(2, *TOKENS), value=TOKENS, filters=(2, 9, D), skip=(2, D))
+LONG = draw(x=TOKENS, filter=(2, 9, D), skip=(D,))
+SMOOTH = {"threshold": 0.2, "smoothing": 1}
 GMLP = draw(gate=TOKENS, value=TOKENS, weights=(9, 9), bias=(9,))
 DENSE = draw(hidden=(BATCH, 3, 2, 5), table=(TIME, 2, 5), value=(BATCH, TIME, 2, 4))
 PRODUCTS = draw(coarse=(BATCH, 3, 2, 2), fine=(BATCH, 3, 2, 4), value=(BATCH, TIME, 2, 4))
@@ -72,7 +78,21 @@ CASES = {
     ),
     "s4d padded": (effattn.s4_convolution, {**S4D, **S4D_STATE}, {**LENGTHS, **STATE}),
     "s4d packed": (effattn.s4_convolution, S4D, {**PACKED, **STATE}),
+    "h3 padded": (effattn.h3_mixing, H3, {**LENGTHS, **STATE}),
+    "h3 packed": (effattn.h3_mixing, H3, {**PACKED, **STATE}),
+    "s5 both ways": (effattn.s5_scan, S5, PACKED),
+    "s5 padded": (
+        effattn.s5_scan,
+        {**S5, "output": S4D["output"], "initial_state": S5_STATE},
+        {**LENGTHS, **STATE, "is_causal": True},
+    ),
+    "s5 packed": (
+        effattn.s5_scan,
+        {**S5, "output": S4D["output"]},
+        {**PACKED, **STATE, "is_causal": True},
+    ),
     "hyena": (effattn.hyena_convolution, HYENA, LENGTHS),
+    "long_convolution": (effattn.long_convolution, LONG, {**LENGTHS, **SMOOTH}),
     "gmlp": (effattn.spatial_gating, GMLP, {**LENGTHS, "is_causal": True}),
     "gmlp bidirectional": (effattn.spatial_gating, GMLP, LENGTHS),
     "synthesizer": (effattn.synthesizer_attention, DENSE, OFFSET),
@@ -118,9 +138,8 @@ def test_agrees_with_the_fast_form(name):
 def test_has_derivatives_of_higher_order(name):
     """Forward over reverse; the fast forms have custom derivatives of reverse mode."""
     function, arrays, options = CASES[name]
-    if any(map(np.iscomplexobj, arrays.values())):
-        arrays = {"x": arrays["x"], "skip": arrays["skip"]}
-        options = {**{n: a for n, a in CASES[name][1].items() if n not in arrays}, **options}
+    options = {**{n: a for n, a in arrays.items() if np.iscomplexobj(a)}, **options}
+    arrays = {n: a for n, a in arrays.items() if n not in options}
     arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
 
     @jax.jit
@@ -146,6 +165,9 @@ def test_there_may_be_no_examples_or_no_tokens(batch, length):
         naive.aft_simple(x, x, x, is_causal=True),
         naive.s4d(x, rate=poles, output=poles, step_size=one),
         naive.hyena(x[None], x, jnp.ones((1, 8, D))),
+        naive.h3(x, x, x, rate=poles, output=poles, step_size=one),
+        naive.s5(x, rate=poles[0], input=poles.T, output=poles, step_size=one[:3], is_causal=True),
+        naive.long_convolution(x, jnp.ones((2, 8, D))),
         naive.gmlp(x, x, jnp.ones((8, 8)), jnp.ones(8)),
         naive.fnet(x),
         naive.gated_linear(heads, heads, heads, log_decay=-heads)[:, :, 0],

@@ -33,6 +33,7 @@ STATES = {
     "gated_slot": {"num_slots": 3},
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4},
+    "mamba3": {"state_size": 4},
     "delta_net": {},
     "gated_delta_net": {},
     "delta_product": {},
@@ -45,6 +46,8 @@ STATES = {
     "rwkv7": {},
     "aft_simple": {},
     "s4d": {"state_size": 4},
+    "h3": {"state_size": 4, "head_dim": 2},
+    "s5": {"state_size": 4},
     "convolution": {"width": 4, "dilation": 2},
     "bidirectional": {"mixer": {"name": "mamba", "state_size": 4}, "is_causal": False},
     "lstm": {},
@@ -54,6 +57,7 @@ STATES = {
 }
 CHANNELS = {
     "hyena": {"max_length": TOKENS, "filter_features": 5, "frequency": 1.0},
+    "long_convolution": {"max_length": TOKENS},
     "s4": {"max_length": 24, "state_size": 4},
     "gmlp": {"max_length": TOKENS + 1, "hidden_features": 16},
     "aft_full": {"max_length": TOKENS, "rank": 3},

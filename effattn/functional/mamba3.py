@@ -1,0 +1,288 @@
+"""Trapezoidal scan: the state space of Mamba-3, with a complex state by rotation."""
+
+import dataclasses
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from effattn import registry
+from effattn.arrays import checks, mesh_axes
+from effattn.cores import recurrence, sequence_parts
+from effattn.interfaces.linear_recurrence import Terms, clear
+from effattn.naive import over_tokens, with_naive
+from effattn.options import Recurrent, declared
+
+
+class TrapezoidalState(NamedTuple):
+    """State of `trapezoidal_scan`; zeros are the empty state.
+
+    Attributes:
+      sums: h, `(*B, K, F, P)`, keys by values.
+      key: B of the last token, `(*B, K, F)`.
+      value: x of the last token, `(*B, K, P)`.
+    """
+
+    sums: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+def naive(state, query, key, value, *, step_size, log_decay, trapezoid, angle):
+    """One token of one head: C and B `(F,)`, x `(P,)`, angle `(R,)`; dt, dt A and l are numbers."""
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+
+    def turned(x):
+        """Turns R pairs of the first axis."""
+        pairs = x[: 2 * angle.size].reshape(angle.size, 2, *x.shape[1:])
+        turn = jnp.array([[cos, -sin], [sin, cos]])  # (2, 2, R)
+        pairs = jnp.einsum("ijr,rj...->ri...", turn, pairs)
+        return jnp.concatenate([lax.collapse(pairs, 0, 2), x[2 * angle.size :]])
+
+    alpha, gamma = jnp.exp(log_decay), trapezoid * step_size
+    beta = (1 - trapezoid) * step_size * alpha
+    before = beta * jnp.outer(turned(state.key), state.value)
+    sums = alpha * turned(state.sums) + before + gamma * jnp.outer(key, value)
+    return TrapezoidalState(sums, key, value), query @ sums
+
+
+def _empty(key, value, **_):
+    return TrapezoidalState(jnp.zeros((key.size, value.size), value.dtype), key, value)
+
+
+_PER_TOKEN = ("step_size", "log_decay", "trapezoid", "angle")
+
+
+@with_naive(over_tokens(naive, per_token=_PER_TOKEN, empty=_empty))
+@declared
+def trapezoidal_scan(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    step_size: jax.Array,
+    log_decay: jax.Array,
+    trapezoid: jax.Array,
+    angle: jax.Array,
+    **options: Unpack[Recurrent],
+) -> Any:
+    r"""State space of Mamba-3 (Lahoti et al. 2026, "Mamba-3"), of one input and output per head.
+
+    In the symbols of the paper, with the generalised trapezoidal rule,
+
+        h_t = a_t R_t h_(t-1) + (1 - l_t) dt_t a_t R_t B_(t-1) x_(t-1)^T + l_t dt_t B_t x_t^T
+        out_t = h_t^T C_t;    a_t = exp(dt_t A_t)
+
+    R_t turns pairs of features by `angle`: each pair is a complex number whose decay has this
+    phase. With l = 1 and no angle it is `state_space_duality` of Mamba-2. It runs as a linear
+    recurrence of turned queries and keys in which a token writes the key before it. Always causal.
+    Time is O(T (c + F) P) for chunks of c tokens, memory O(T), state F x P + F + P numbers a head.
+
+    Args:
+      query: C, `(*B, T, N, F)`, with any number of batch dimensions; F is the state size.
+      key: B, `(*B, T, K, F)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: x, `(*B, T, K, P)`.
+      step_size: dt, `(*B, T, K)`, positive.
+      log_decay: dt A, `(*B, T, K)`, 0 or less, checked if concrete.
+      trapezoid: l, `(*B, T, K)`, in [0, 1]: the share of the present token.
+      angle: `(*B, T, K, R)`, in radians, dt times the imaginary part of A; features 2 r and 2 r + 1
+        are a pair. R is at most F / 2, and features after 2 R do not turn.
+      **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
+
+    Returns:
+      `(*B, T, N, P)` in the dtype of `value`; with `return_state`, `(out, TrapezoidalState)`, in
+      the promoted dtype of query, key and value, at least float32.
+
+    Raises:
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
+    """
+    given = recurrence.check(query, key, value, **options)
+    checks.known_length("trapezoidal_scan", given.query)
+    *shape, size = given.key.shape
+    log_decay = recurrence.check_log_decay(log_decay, tuple(shape))
+    step_size = checks.shaped("step_size", step_size, tuple(shape))
+    trapezoid = checks.shaped("trapezoid", trapezoid, tuple(shape))
+    pairs = angle.shape[-1] if angle.ndim else 0
+    angle = checks.shaped("angle", angle, (*shape, pairs))
+    if 2 * pairs > size:
+        raise ValueError(
+            f"angle must turn at most {size // 2} pairs of the {size} features of a key, got "
+            f"{pairs} angles"
+        )
+    first, tokens = _check_state(given), given.tokens
+    arrays = given.key, given.value, step_size, log_decay, trapezoid, angle
+    arrays = jax.tree.map(lambda x: x.astype(given.dtype), clear(arrays, tokens.key_mask))
+    query = clear(given.query, tokens.query_mask).astype(given.dtype)
+    *axes, of_queries, _ = mesh_axes.spec(query)
+    *_, of_keys, _ = mesh_axes.spec(given.key)
+    per_query, per_key = PartitionSpec(*axes, of_queries), PartitionSpec(*axes, of_keys)
+    per_row = PartitionSpec(*axes[:-1], of_keys)
+    turned, written, ends = mesh_axes.placed(_written, query, per_query, per_key, per_row)(
+        query, arrays, first, tokens.key_mask, tokens.starts
+    )
+    out, sums = recurrence.run(
+        "trapezoidal_scan",
+        _terms,
+        dataclasses.replace(
+            given,
+            initial_state=None if given.initial_state is None else first.sums,
+            # Padding has no keys; after a document it writes the last key of the document.
+            tokens=tokens._replace(key_mask=None),
+        ),
+        turned,
+        written,
+    )
+    finish = mesh_axes.placed(_finished, query, per_query, per_row)
+    out, state = finish(out, sums, query, arrays, first, tokens.key_mask, ends)
+    return recurrence.results(out.astype(given.value.dtype), state, given)
+
+
+def _written(query, arrays, first, mask, starts):
+    """The turned queries, what each token writes, and what the state needs of the last token."""
+    key, value, step_size, log_decay, trapezoid, angle = arrays
+    angle, total = _running(angle)
+    present = trapezoid * step_size
+    # A token writes the key before it, whose weight only this token tells; at the start of a
+    # document there is none.
+    weight = jnp.exp(log_decay) * (_before(present, -2) + (1 - trapezoid) * step_size)
+    if starts is not None:
+        weight = clear(weight, ~starts)
+    turned = _turned(key, -angle)
+    # The first key follows that of the state, also after padding.
+    mask = jnp.ones(key.shape[:-2], bool) if mask is None else mask
+    follows = _before(mask, -1)[..., None, None]
+    last_key = jnp.where(follows, _before(turned, -3), first.key[..., None, :, :])
+    last_value = jnp.where(follows, _before(value, -3), first.value[..., None, :, :])
+    groups = query.shape[-2] // key.shape[-2]
+    query = _turned(query, -jnp.repeat(angle, groups, -2))
+    ends = turned[..., -1:, :, :].sum(-3), present[..., -1:, :].sum(-2), total
+    return query, (weight[..., None] * last_key, last_value, log_decay), ends
+
+
+def _finished(out, sums, query, arrays, first, mask, ends):
+    """The output with what a token reads of itself, and the state after the last token."""
+    key, value, step_size, _, trapezoid, _ = arrays
+    groups = query.shape[-2] // key.shape[-2]
+    products = (query * jnp.repeat(key, groups, -2)).sum(-1)
+    weights = products * jnp.repeat(trapezoid * step_size, groups, -1)
+    out = out.astype(query.dtype) + weights[..., None] * jnp.repeat(value, groups, -2)
+    last_key, weight, total = ends
+    last_value, parts = value[..., -1:, :, :].sum(-3), sequence_parts.current()
+    if parts is not None:
+        every = lax.all_gather((last_key, weight, last_value), parts.axis_name)
+        last_key, weight, last_value = jax.tree.map(lambda x: x[-1], every)
+    sums = sums + (weight[..., None] * last_key)[..., None] * last_value[..., None, :]
+    sums = jnp.swapaxes(_turned(jnp.swapaxes(sums, -1, -2), total[..., None, :]), -1, -2)
+    last_key, last_value = _last(key, mask, first.key), _last(value, mask, first.value)
+    return out, TrapezoidalState(sums, last_key, last_value)
+
+
+def _terms(_, query, keys) -> Terms:
+    key, value, log_decay = keys
+    return Terms(query, key, value, log_decay=log_decay)
+
+
+def _check_state(given):
+    """The initial state, of the dtype of sums; zeros if there is none."""
+    state, (*batch, _, heads, size) = given.initial_state, given.key.shape
+    values = given.value.shape[-1]
+    shapes = (heads, size, values), (heads, size), (heads, values)
+    if state is None:
+        return TrapezoidalState(*(jnp.zeros((*batch, *shape), given.dtype) for shape in shapes))
+    if not isinstance(state, TrapezoidalState):
+        raise ValueError(
+            "initial_state must be the TrapezoidalState that an earlier call returned, got "
+            f"{type(state).__name__}"
+        )
+    return TrapezoidalState(
+        *(
+            checks.shaped(f"initial_state.{name}", x, (*batch, *shape)).astype(given.dtype)
+            for name, x, shape in zip(state._fields, state, shapes, strict=True)
+        )
+    )
+
+
+def _turned(x, angle):
+    """Turns the pairs `(..., 2 r)` and `(..., 2 r + 1)` of x `(..., F)` by angles `(..., R)`."""
+    count = 2 * angle.shape[-1]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = x[..., 0:count:2], x[..., 1:count:2]
+    turned = jnp.stack([cos * first - sin * second, sin * first + cos * second], -1)
+    return jnp.concatenate([turned.reshape(*turned.shape[:-2], count), x[..., count:]], -1)
+
+
+def _running(angle):
+    """Sums of angles `(*B, T, K, R)` up to each token, and of the whole sequence, `(*B, K, R)`."""
+    sums = _sums(angle)
+    total, parts = sums[..., -1:, :, :].sum(-3), sequence_parts.current()
+    if parts is None:
+        return sums, total
+    every = lax.all_gather(total, parts.axis_name)
+    is_before = jnp.arange(len(every)) < parts.index
+    before = jnp.where(is_before.reshape(-1, *(1,) * total.ndim), every, 0).sum(0)
+    return sums + before[..., None, :, :], every.sum(0)
+
+
+@jax.custom_jvp
+def _sums(angle):
+    """Running sums of angles `(*B, T, K, R)`, without whole turns in float32.
+
+    A float32 sum of many angles has a large error. As 32-bit fixed-point fractions of a turn, the
+    angles are added without rounding, and the overflow drops whole turns.
+    """
+    axis = angle.ndim - 3
+    if angle.dtype != jnp.float32:
+        return jnp.cumsum(angle, axis)
+    turns = angle / (2 * np.pi)
+    fixed = 2 * (2.0**31 * (turns - jnp.round(turns))).astype(jnp.int32)
+    sums = jnp.cumsum(fixed, axis, dtype=jnp.int32)
+    return sums.astype(angle.dtype) * (2 * np.pi / 2.0**32)
+
+
+@_sums.defjvp
+def _sums_jvp(primals, tangents):
+    (angle,), (tangent,) = primals, tangents
+    return _sums(angle), jnp.cumsum(tangent, angle.ndim - 3)
+
+
+def _before(x, axis):
+    """The entries of the token before each token; zeros before the first one."""
+    rows = jnp.moveaxis(x, axis, 0)[None]
+    return jnp.moveaxis(sequence_parts.with_tokens_before(rows, 1)[0, :-1], 0, axis)
+
+
+def _last(x, mask, first):
+    """The entries `(*B, K, F)` of the last valid token; `first` if there is none."""
+    if mask is None:
+        mask = jnp.ones(x.shape[:-2], bool)
+    token = jnp.where(mask, jnp.arange(mask.shape[-1]), -1)
+    place = jnp.max(token, -1, keepdims=True, initial=-1)
+    # A sum, as a gather would gather the rows of all devices.
+    last = clear(x, mask & (token == place)).sum(-3)
+    every = [((place >= 0)[..., None], last)]
+    parts = sequence_parts.current()
+    if parts is not None:
+        every = list(zip(*lax.all_gather(every[0], parts.axis_name), strict=True))
+    for found, last in every:
+        first = jnp.where(found, last, first)
+    return first
+
+
+registry.register(
+    registry.Mechanism(
+        name="mamba3",
+        family="recurrent",
+        paper="Lahoti et al. 2026, Mamba-3: Improved Sequence Modeling using State Space "
+        "Principles",
+        function=trapezoidal_scan,
+        capabilities=frozenset({"causal"}),
+        builder="effattn.nn.mamba3:Mamba3",
+        decoder="effattn.decode.recurrent:RecurrentDecoder",
+        complexity="O(N F P)",
+        time_exponent=1.0,
+        knows_order=True,
+    )
+)
