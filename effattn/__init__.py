@@ -24,6 +24,7 @@ from effattn.functional.talking_heads import talking_heads_attention  # isort: s
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
+from effattn.functional.streaming import streaming_attention  # isort: skip
 from effattn.functional.sparse_transformer import sparse_transformer_attention  # isort: skip
 from effattn.functional.block_sparse import block_sparse_attention  # isort: skip
 from effattn.functional.bigbird import bigbird_attention  # isort: skip
@@ -180,6 +181,7 @@ __all__ = [
     "squared_relu_attention",
     "state_space_duality",
     "support",
+    "streaming_attention",
     "synthesizer_attention",
     "talking_heads_attention",
     "testing",

@@ -194,6 +194,7 @@ FUNCTIONS = {
         variants={"": {"local_window_size": (3, 2)}},
         masks={"global_mask": lambda length: {"max_global": length}},
     ),
+    "streaming": Tiled(variants={"": {"num_sinks": 2, "window_size": 3}}),
     "sparse_transformer": Tiled(variants={"": {"stride": 4}}),
     "block_sparse": Case(
         variants={"": {"block_size": 3, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1}}

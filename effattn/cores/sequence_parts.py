@@ -83,6 +83,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "RandomFeatureSelfAttention",
                 "RoutingSelfAttention",
                 "SelfAttention",
+                "StreamingSelfAttention",
                 "Synthesizer",
             }
         ),

@@ -14,6 +14,7 @@ from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.routing import RoutingDecoder, RoutingState
 from effattn.decode.sampling import sample_token
 from effattn.decode.state import State
+from effattn.decode.streaming import StreamingDecoder, StreamingState
 from effattn.decode.tokens import TokenState
 
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "RoutingDecoder",
     "RoutingState",
     "State",
+    "StreamingDecoder",
+    "StreamingState",
     "TokenState",
     "generate",
     "sample_token",

@@ -79,6 +79,7 @@ from effattn.nn.s4d import S4D
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.slstm import SLSTM
+from effattn.nn.streaming import StreamingSelfAttention
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.talking_heads import TalkingHeadsAttention
 from effattn.nn.transformer import Transformer, TransformerState
@@ -162,6 +163,7 @@ __all__ = [
     "SelfAttention",
     "ShortConvolution",
     "SwiGLU",
+    "StreamingSelfAttention",
     "Synthesizer",
     "TalkingHeadsAttention",
     "Transformer",

@@ -55,6 +55,7 @@ def sizes(
     return windowed | {
         "longformer": {**windowed["longformer"], "num_global": root},
         "mixture_of_mechanisms": {"mechanisms": (window_mixer, "softmax")},
+        "streaming": {"window_size": window},
         "sparse_transformer": {"stride": root},
         "block_sparse": {"block_size": root},
         "bigbird": {"block_size": root},

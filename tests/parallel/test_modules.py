@@ -87,6 +87,12 @@ HEADS = {
         "global_projections": True,
         "rotary": ROTARY,
     },
+    "streaming": {
+        "num_sinks": 2,
+        "window_size": 9,
+        "positions_in_cache": True,
+        "rotary": ROTARY,
+    },
     "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4, "rotary": ROTARY},
     "bigbird": {"block_size": 4, "num_random_blocks": 2},
     "native_sparse": {"compression_size": 4, "compression_stride": 2, "block_size": 4},

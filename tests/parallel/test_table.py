@@ -51,6 +51,7 @@ OPTIONS = {
     "sliding_window": {"local_window_size": (7, 3)},
     "dilated": {"local_window_size": (2, 1), "dilation": 3},
     "longformer": {"local_window_size": 3},
+    "streaming": {"num_sinks": 2, "window_size": 7},
     "sparse_transformer": {"stride": 4},
     "block_sparse": {"block_size": 4, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1},
     "bigbird": {"block_size": 4, "num_window_blocks": 1},
@@ -88,6 +89,7 @@ ARRAYS = {
     },
     "performer": {"projection": numbers(KEY_HEADS, 7, SIZE)},
     "random_features": {"projection": numbers(KEY_HEADS, 7, SIZE) / 3},
+    "streaming": {"sink_query": numbers(BATCH, TOKENS, HEADS, SIZE)},
     "native_sparse": {"gates": numbers(BATCH, TOKENS, HEADS, 3)},
     "indexed": {
         "index_query": numbers(BATCH, TOKENS, 2, 5),
