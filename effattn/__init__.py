@@ -25,6 +25,7 @@ from effattn.functional.sliding_window import sliding_window_attention  # isort:
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
 from effattn.functional.streaming import streaming_attention  # isort: skip
+from effattn.functional.adaptive_span import adaptive_span_attention  # isort: skip
 from effattn.functional.sparse_transformer import sparse_transformer_attention  # isort: skip
 from effattn.functional.block_sparse import block_sparse_attention  # isort: skip
 from effattn.functional.bigbird import bigbird_attention  # isort: skip
@@ -113,6 +114,7 @@ __all__ = [
     "GatedSlotState",
     "MLSTMState",
     "PerformerState",
+    "adaptive_span_attention",
     "additive_attention",
     "advise",
     "analysis",

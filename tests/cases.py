@@ -195,6 +195,10 @@ FUNCTIONS = {
         masks={"global_mask": lambda length: {"max_global": length}},
     ),
     "streaming": Tiled(variants={"": {"num_sinks": 2, "window_size": 3}}),
+    "adaptive_span": Tiled(
+        variants={"": {"max_span": 6, "ramp": 3.0}},
+        arguments=lambda rng, sizes: {"span": rng.uniform(0, 3, size=sizes.heads)},
+    ),
     "sparse_transformer": Tiled(variants={"": {"stride": 4}}),
     "block_sparse": Case(
         variants={"": {"block_size": 3, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1}}

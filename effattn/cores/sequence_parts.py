@@ -56,6 +56,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         "exchange_heads": frozenset(
             {
+                "AdaptiveSpanSelfAttention",
                 "AdditiveSelfAttention",
                 "BasedSelfAttention",
                 "BlockLinformerSelfAttention",

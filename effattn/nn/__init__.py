@@ -2,6 +2,7 @@
 
 from effattn.decode.generate import generate
 from effattn.nn.adapters import as_attention_fn
+from effattn.nn.adaptive_span import AdaptiveSpanSelfAttention
 from effattn.nn.additive import AdditiveCrossAttention, AdditiveSelfAttention
 from effattn.nn.aft_conv import AFTConv
 from effattn.nn.aft_full import AFTFull
@@ -90,6 +91,7 @@ __all__ = [
     "AFTLocal",
     "AFTSimple",
     "AdditiveCrossAttention",
+    "AdaptiveSpanSelfAttention",
     "AdditiveSelfAttention",
     "Alibi",
     "BasedSelfAttention",

@@ -87,6 +87,7 @@ HEADS = {
         "global_projections": True,
         "rotary": ROTARY,
     },
+    "adaptive_span": {"max_span": 9, "ramp": 4.0},
     "streaming": {
         "num_sinks": 2,
         "window_size": 9,

@@ -52,6 +52,7 @@ OPTIONS = {
     "dilated": {"local_window_size": (2, 1), "dilation": 3},
     "longformer": {"local_window_size": 3},
     "streaming": {"num_sinks": 2, "window_size": 7},
+    "adaptive_span": {"max_span": 7, "ramp": 3.0},
     "sparse_transformer": {"stride": 4},
     "block_sparse": {"block_size": 4, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1},
     "bigbird": {"block_size": 4, "num_window_blocks": 1},
@@ -89,6 +90,7 @@ ARRAYS = {
     },
     "performer": {"projection": numbers(KEY_HEADS, 7, SIZE)},
     "random_features": {"projection": numbers(KEY_HEADS, 7, SIZE) / 3},
+    "adaptive_span": {"span": jnp.abs(numbers(HEADS))},
     "streaming": {"sink_query": numbers(BATCH, TOKENS, HEADS, SIZE)},
     "native_sparse": {"gates": numbers(BATCH, TOKENS, HEADS, 3)},
     "indexed": {
