@@ -16,6 +16,7 @@ from effattn.functional.additive import additive_attention  # isort: skip
 from effattn.functional.sigmoid import sigmoid_attention  # isort: skip
 from effattn.functional.squared_relu import squared_relu_attention  # isort: skip
 from effattn.functional.forgetting import forgetting_attention  # isort: skip
+from effattn.functional.selective import selective_attention  # isort: skip
 from effattn.functional.differential import differential_attention  # isort: skip
 import effattn.functional.latent  # isort: skip
 from effattn.functional.stick_breaking import stick_breaking_attention  # isort: skip
@@ -173,6 +174,7 @@ __all__ = [
     "s4_convolution",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
+    "selective_attention",
     "selective_scan",
     "sigmoid_attention",
     "sliding_window_attention",

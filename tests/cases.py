@@ -181,6 +181,13 @@ FUNCTIONS = {
         },
         decays=frozenset({"log_forget"}),
     ),
+    "selective": Case(
+        arguments=lambda rng, sizes: {
+            name: rng.normal(size=(*sizes.batch, sizes.keys, 1, 3))
+            for name in ("selection_query", "selection_key")
+        },
+        tuning={"key_tile": 5},
+    ),
     "differential": Tiled(arguments=two_halves, normalized=False),
     "entmax": ByRows(variants={"": {"alpha": 1.5}, "sparsemax": {"alpha": 2}}),
     "stick_breaking": ByRows(

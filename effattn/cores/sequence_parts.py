@@ -83,6 +83,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "PerformerSelfAttention",
                 "RandomFeatureSelfAttention",
                 "RoutingSelfAttention",
+                "SelectiveSelfAttention",
                 "SelfAttention",
                 "StreamingSelfAttention",
                 "Synthesizer",

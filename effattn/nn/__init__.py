@@ -77,6 +77,7 @@ from effattn.nn.rwkv6 import RWKV6
 from effattn.nn.rwkv7 import RWKV7
 from effattn.nn.s4 import S4
 from effattn.nn.s4d import S4D
+from effattn.nn.selective import SelectiveSelfAttention
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.slstm import SLSTM
@@ -162,6 +163,7 @@ __all__ = [
     "S4",
     "S4D",
     "SLSTM",
+    "SelectiveSelfAttention",
     "SelfAttention",
     "ShortConvolution",
     "SwiGLU",

@@ -88,6 +88,7 @@ HEADS = {
         "rotary": ROTARY,
     },
     "adaptive_span": {"max_span": 9, "ramp": 4.0},
+    "selective": {"rotary": ROTARY},
     "streaming": {
         "num_sinks": 2,
         "window_size": 9,

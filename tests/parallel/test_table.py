@@ -91,6 +91,10 @@ ARRAYS = {
     "performer": {"projection": numbers(KEY_HEADS, 7, SIZE)},
     "random_features": {"projection": numbers(KEY_HEADS, 7, SIZE) / 3},
     "adaptive_span": {"span": jnp.abs(numbers(HEADS))},
+    "selective": {
+        "selection_query": numbers(BATCH, TOKENS, 1, 3),
+        "selection_key": numbers(BATCH, TOKENS, 1, 3),
+    },
     "streaming": {"sink_query": numbers(BATCH, TOKENS, HEADS, SIZE)},
     "native_sparse": {"gates": numbers(BATCH, TOKENS, HEADS, 3)},
     "indexed": {
