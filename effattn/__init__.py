@@ -16,6 +16,7 @@ from effattn.functional.additive import additive_attention  # isort: skip
 from effattn.functional.sigmoid import sigmoid_attention  # isort: skip
 from effattn.functional.squared_relu import squared_relu_attention  # isort: skip
 from effattn.functional.forgetting import forgetting_attention  # isort: skip
+from effattn.functional.selective import selective_attention  # isort: skip
 from effattn.functional.differential import differential_attention  # isort: skip
 import effattn.functional.latent  # isort: skip
 from effattn.functional.stick_breaking import stick_breaking_attention  # isort: skip
@@ -25,6 +26,8 @@ from effattn.functional.path import path_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 import effattn.functional.dilated  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
+from effattn.functional.streaming import streaming_attention  # isort: skip
+from effattn.functional.adaptive_span import adaptive_span_attention  # isort: skip
 from effattn.functional.sparse_transformer import sparse_transformer_attention  # isort: skip
 from effattn.functional.block_sparse import block_sparse_attention  # isort: skip
 from effattn.functional.bigbird import bigbird_attention  # isort: skip
@@ -122,6 +125,7 @@ __all__ = [
     "MesaState",
     "PerformerState",
     "TrapezoidalState",
+    "adaptive_span_attention",
     "additive_attention",
     "advise",
     "analysis",
@@ -186,6 +190,7 @@ __all__ = [
     "s5_scan",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
+    "selective_attention",
     "selective_scan",
     "sigmoid_attention",
     "sliding_window_attention",
@@ -196,6 +201,7 @@ __all__ = [
     "squared_relu_attention",
     "state_space_duality",
     "support",
+    "streaming_attention",
     "synthesizer_attention",
     "talking_heads_attention",
     "trapezoidal_scan",

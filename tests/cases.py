@@ -211,6 +211,13 @@ FUNCTIONS = {
         decays=frozenset({"log_forget"}),
     ),
     "path": Chunked(arguments=reflections),
+    "selective": Case(
+        arguments=lambda rng, sizes: {
+            name: rng.normal(size=(*sizes.batch, sizes.keys, 1, 3))
+            for name in ("selection_query", "selection_key")
+        },
+        tuning={"key_tile": 5},
+    ),
     "differential": Tiled(arguments=two_halves, normalized=False),
     "entmax": ByRows(variants={"": {"alpha": 1.5}, "sparsemax": {"alpha": 2}}),
     "stick_breaking": ByRows(
@@ -223,6 +230,11 @@ FUNCTIONS = {
     "longformer": Tiled(
         variants={"": {"local_window_size": (3, 2)}},
         masks={"global_mask": lambda length: {"max_global": length}},
+    ),
+    "streaming": Tiled(variants={"": {"num_sinks": 2, "window_size": 3}}),
+    "adaptive_span": Tiled(
+        variants={"": {"max_span": 6, "ramp": 3.0}},
+        arguments=lambda rng, sizes: {"span": rng.uniform(0, 3, size=sizes.heads)},
     ),
     "sparse_transformer": Tiled(variants={"": {"stride": 4}}),
     "block_sparse": Case(

@@ -35,6 +35,11 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     "dilated": {"dilation": "2"},
     "differential": {"lambda_": "0.5"},
     "talking_heads": {"logits_mix": "jnp.eye(N)", "weights_mix": "jnp.eye(N)"},
+    "selective": {
+        "selection_query": f"{_normal(1, 'B, T, 1, H')}",
+        "selection_key": f"{_normal(2, 'B, T, 1, H')}",
+    },
+    "adaptive_span": {"span": "jnp.full(N, 64.0)"},
     "longformer": {
         "global_mask": "jnp.zeros((B, T), bool).at[:, :16].set(True)",
         "max_global": "16",

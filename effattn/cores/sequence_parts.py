@@ -67,6 +67,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         "exchange_heads": frozenset(
             {
+                "AdaptiveSpanSelfAttention",
                 "AdditiveSelfAttention",
                 "BasedSelfAttention",
                 "BlockLinformerSelfAttention",
@@ -96,7 +97,9 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "PerformerSelfAttention",
                 "RandomFeatureSelfAttention",
                 "RoutingSelfAttention",
+                "SelectiveSelfAttention",
                 "SelfAttention",
+                "StreamingSelfAttention",
                 "Synthesizer",
             }
         ),

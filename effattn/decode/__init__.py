@@ -13,7 +13,9 @@ from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.routing import RoutingDecoder, RoutingState
 from effattn.decode.sampling import sample_token
+from effattn.decode.selective import SelectiveDecoder, SelectiveState
 from effattn.decode.state import State
+from effattn.decode.streaming import StreamingDecoder, StreamingState
 from effattn.decode.tokens import TokenState
 
 __all__ = [
@@ -37,7 +39,11 @@ __all__ = [
     "RingState",
     "RoutingDecoder",
     "RoutingState",
+    "SelectiveDecoder",
+    "SelectiveState",
     "State",
+    "StreamingDecoder",
+    "StreamingState",
     "TokenState",
     "generate",
     "sample_token",

@@ -2,6 +2,7 @@
 
 from effattn.decode.generate import generate
 from effattn.nn.adapters import as_attention_fn
+from effattn.nn.adaptive_span import AdaptiveSpanSelfAttention
 from effattn.nn.additive import AdditiveCrossAttention, AdditiveSelfAttention
 from effattn.nn.aft_conv import AFTConv
 from effattn.nn.aft_full import AFTFull
@@ -83,9 +84,11 @@ from effattn.nn.rwkv7 import RWKV7
 from effattn.nn.s4 import S4
 from effattn.nn.s4d import S4D
 from effattn.nn.s5 import S5
+from effattn.nn.selective import SelectiveSelfAttention
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.slstm import SLSTM
+from effattn.nn.streaming import StreamingSelfAttention
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.talking_heads import TalkingHeadsAttention
 from effattn.nn.transformer import Transformer, TransformerState
@@ -96,6 +99,7 @@ __all__ = [
     "AFTLocal",
     "AFTSimple",
     "AdditiveCrossAttention",
+    "AdaptiveSpanSelfAttention",
     "AdditiveSelfAttention",
     "Alibi",
     "BasedSelfAttention",
@@ -173,9 +177,11 @@ __all__ = [
     "S4D",
     "S5",
     "SLSTM",
+    "SelectiveSelfAttention",
     "SelfAttention",
     "ShortConvolution",
     "SwiGLU",
+    "StreamingSelfAttention",
     "Synthesizer",
     "TalkingHeadsAttention",
     "Transformer",

@@ -55,6 +55,8 @@ def sizes(
     return windowed | {
         "longformer": {**windowed["longformer"], "num_global": root},
         "mixture_of_mechanisms": {"mechanisms": (window_mixer, "softmax")},
+        "streaming": {"window_size": window},
+        "adaptive_span": {"max_span": window},
         "sparse_transformer": {"stride": root},
         "block_sparse": {"block_size": root},
         "bigbird": {"block_size": root},

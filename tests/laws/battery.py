@@ -39,6 +39,7 @@ WITH_KERNELS = frozenset(
         "sliding_window",
         "softmax",
         "sparse_transformer",
+        "streaming",
     }
 )
 MECHANISMS = [s._replace(tuned=s.name not in WITH_KERNELS) for s in MECHANISMS]

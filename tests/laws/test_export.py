@@ -23,7 +23,7 @@ REFUSED = "needs a length that is known when it is traced"
 # Mechanisms that only walk through the tokens in tiles or chunks.
 OPEN = {
     *("softmax", "additive", "sigmoid", "squared_relu", "sliding_window", "longformer"),
-    *("differential", "latent", "stick_breaking", "entmax", "talking_heads"),
+    *("adaptive_span", "differential", "latent", "stick_breaking", "entmax", "talking_heads"),
     *("linear", "retention", "gated_linear", "mamba2", "rwkv6", "delta_net", "gated_delta_net"),
     *("delta_product", "kimi_delta", "gated_delta_net_2"),
     *("rwkv7", "mesa", "random_features", "based", "hedgehog", "hgrn2", "gated_slot", "lightning"),

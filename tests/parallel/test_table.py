@@ -51,6 +51,8 @@ OPTIONS = {
     "sliding_window": {"local_window_size": (7, 3)},
     "dilated": {"local_window_size": (2, 1), "dilation": 3},
     "longformer": {"local_window_size": 3},
+    "streaming": {"num_sinks": 2, "window_size": 7},
+    "adaptive_span": {"max_span": 7, "ramp": 3.0},
     "sparse_transformer": {"stride": 4},
     "block_sparse": {"block_size": 4, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1},
     "bigbird": {"block_size": 4, "num_window_blocks": 1},
@@ -96,6 +98,12 @@ ARRAYS = {
     },
     "performer": {"projection": numbers(KEY_HEADS, 7, SIZE)},
     "random_features": {"projection": numbers(KEY_HEADS, 7, SIZE) / 3},
+    "adaptive_span": {"span": jnp.abs(numbers(HEADS))},
+    "selective": {
+        "selection_query": numbers(BATCH, TOKENS, 1, 3),
+        "selection_key": numbers(BATCH, TOKENS, 1, 3),
+    },
+    "streaming": {"sink_query": numbers(BATCH, TOKENS, HEADS, SIZE)},
     "native_sparse": {"gates": numbers(BATCH, TOKENS, HEADS, 3)},
     "indexed": {
         "index_query": numbers(BATCH, TOKENS, 2, 5),
