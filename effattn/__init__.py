@@ -83,6 +83,7 @@ import effattn.functional.mixture_of_mechanisms  # isort: skip
 import effattn.functional.bidirectional  # isort: skip
 import effattn.functional.convolution_attention  # isort: skip
 import effattn.functional.recurrent_memory  # isort: skip
+import effattn.functional.transformer_xl  # isort: skip
 import effattn.functional.lstm  # isort: skip
 import effattn.functional.slstm  # isort: skip
 import effattn.functional.gru  # isort: skip

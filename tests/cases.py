@@ -446,6 +446,12 @@ MIXERS = {
             "short": {"segment_size": 2, "num_slots": 1},
         },
     ),
+    "transformer_xl": Case(
+        variants={
+            "": {"segment_size": 3, "memory_size": 5},
+            "through": {"segment_size": 4, "memory_size": 3, "stop_gradient": False},
+        },
+    ),
 }
 
 # For the tests of cost: options at a length, and mechanisms that run Fourier transforms.

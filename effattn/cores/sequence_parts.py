@@ -49,6 +49,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "RWKV4ChannelMix",
                 "RecurrentMemoryAttention",
                 "ShortConvolution",
+                "TransformerXLAttention",
             }
         ),
         "exchange_channels": frozenset(

@@ -82,6 +82,7 @@ from effattn.nn.slstm import SLSTM
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.talking_heads import TalkingHeadsAttention
 from effattn.nn.transformer import Transformer, TransformerState
+from effattn.nn.transformer_xl import TransformerXLAttention
 
 __all__ = [
     "AFTConv",
@@ -168,6 +169,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLM",
     "TransformerState",
+    "TransformerXLAttention",
     "alibi_slopes",
     "as_attention_fn",
     "bigbird_from_transformers",

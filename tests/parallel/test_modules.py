@@ -50,6 +50,7 @@ STATES = {
     "slstm": {},
     "gru": {},
     "recurrent_memory": {"segment_size": 4, "num_slots": 2, "rotary": ROTARY},
+    "transformer_xl": {"segment_size": 4, "memory_size": 3},
 }
 CHANNELS = {
     "hyena": {"max_length": TOKENS, "filter_features": 5, "frequency": 1.0},
