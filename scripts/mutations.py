@@ -118,6 +118,10 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/cores/test_chosen_blocks.py", "tests/functional/test_moba.py"), None),
         (("tests/laws/test_laws.py",), "moba"),
     ),
+    r"cores/compressive_memory": (
+        (("tests/functional/test_infini.py",), None),
+        (("tests/laws/test_laws.py",), "infini"),
+    ),
     r"cores/relative_segments": (
         (("tests/nn/test_transformer_xl.py",), None),
         (("tests/laws/test_laws.py",), "transformer_xl"),

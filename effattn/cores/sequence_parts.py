@@ -71,6 +71,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "GatedSlotAttention",
                 "GatedSelfAttention",
                 "HedgehogSelfAttention",
+                "InfiniSelfAttention",
                 "KimiDeltaAttention",
                 "LSHSelfAttention",
                 "LatentAttention",

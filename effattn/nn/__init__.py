@@ -44,6 +44,7 @@ from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.indexed import IndexedSelfAttention
+from effattn.nn.infini import InfiniSelfAttention
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
@@ -129,6 +130,7 @@ __all__ = [
     "HyenaState",
     "KimiDeltaAttention",
     "IndexedSelfAttention",
+    "InfiniSelfAttention",
     "LSHSelfAttention",
     "LSTM",
     "LatentAttention",

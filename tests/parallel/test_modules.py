@@ -88,6 +88,7 @@ HEADS = {
         "global_projections": True,
         "rotary": ROTARY,
     },
+    "infini": {"segment_size": 4, "rotary": ROTARY},
     "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4, "rotary": ROTARY},
     "bigbird": {"block_size": 4, "num_random_blocks": 2},
     "native_sparse": {"compression_size": 4, "compression_stride": 2, "block_size": 4},
