@@ -91,6 +91,8 @@ import effattn.functional.mixture_of_mechanisms  # isort: skip
 import effattn.functional.bidirectional  # isort: skip
 import effattn.functional.convolution_attention  # isort: skip
 import effattn.functional.recurrent_memory  # isort: skip
+import effattn.functional.transformer_xl  # isort: skip
+from effattn.functional.infini import infini_attention  # isort: skip
 import effattn.functional.lstm  # isort: skip
 import effattn.functional.slstm  # isort: skip
 import effattn.functional.gru  # isort: skip
@@ -153,6 +155,7 @@ __all__ = [
     "hedgehog_attention",
     "hierarchical_attention",
     "hyena_convolution",
+    "infini_attention",
     "indexed_attention",
     "linear_attention",
     "linformer_attention",

@@ -121,6 +121,14 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/cores/test_chosen_blocks.py", "tests/functional/test_moba.py"), None),
         (("tests/laws/test_laws.py",), "moba"),
     ),
+    r"cores/compressive_memory": (
+        (("tests/functional/test_infini.py",), None),
+        (("tests/laws/test_laws.py",), "infini"),
+    ),
+    r"cores/relative_segments": (
+        (("tests/nn/test_transformer_xl.py",), None),
+        (("tests/laws/test_laws.py",), "transformer_xl"),
+    ),
     r"cores/native_sparse": (
         (("tests/functional/test_native_sparse.py",), None),
         (("tests/laws/test_laws.py",), "native_sparse"),

@@ -174,6 +174,13 @@ def bounded_erasing(arrays):
     return {**arrays, "erase": erase.astype(arrays["erase"].dtype)}
 
 
+def faded(x, positions):
+    """Features that depend on positions, in place of a rotary embedding."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    factor = jnp.cos(positions.astype(wide) / 3)[..., None, None]
+    return (x.astype(wide) * factor).astype(x.dtype)
+
+
 def removals(rng, sizes):
     shape = tokens(sizes, sizes.size)
     removal_key = rng.normal(size=shape)
@@ -266,6 +273,15 @@ FUNCTIONS = {
             "gates": rng.uniform(0, 1, size=(*sizes.batch, sizes.queries, sizes.heads, 3))
         },
         normalized=False,
+    ),
+    "infini": Case(
+        variants={
+            "": {"segment_size": 4, "delta_rule": True, "rotary": faded},
+            "linear": {"segment_size": 3},
+        },
+        arguments=lambda rng, sizes: {"gate": rng.normal(size=sizes.heads)},
+        normalized=False,
+        module={"segment_size": 4, "delta_rule": True},
     ),
     "linear": FeatureMapped(
         variants={name: {"feature_map": name or "elu"} for name in ("", "relu", "identity")}
@@ -516,6 +532,12 @@ MIXERS = {
         variants={
             "": {"segment_size": 5, "num_slots": 3},
             "short": {"segment_size": 2, "num_slots": 1},
+        },
+    ),
+    "transformer_xl": Case(
+        variants={
+            "": {"segment_size": 3, "memory_size": 5},
+            "through": {"segment_size": 4, "memory_size": 3, "stop_gradient": False},
         },
     ),
 }

@@ -33,6 +33,7 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     "forgetting": {"log_forget": _DECAY},
     "path": {"reflection": _UNIT_KEY, "beta": f"2 * {_STRENGTH}"},
     "dilated": {"dilation": "2"},
+    "infini": {"gate": "jnp.zeros(N)"},
     "differential": {"lambda_": "0.5"},
     "talking_heads": {"logits_mix": "jnp.eye(N)", "weights_mix": "jnp.eye(N)"},
     "selective": {

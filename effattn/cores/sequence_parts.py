@@ -53,6 +53,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "RWKV4ChannelMix",
                 "RecurrentMemoryAttention",
                 "ShortConvolution",
+                "TransformerXLAttention",
             }
         ),
         "exchange_channels": frozenset(
@@ -82,6 +83,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "GatedSlotAttention",
                 "GatedSelfAttention",
                 "HedgehogSelfAttention",
+                "InfiniSelfAttention",
                 "KimiDeltaAttention",
                 "LSHSelfAttention",
                 "LatentAttention",

@@ -46,6 +46,7 @@ from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.indexed import IndexedSelfAttention
+from effattn.nn.infini import InfiniSelfAttention
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
@@ -92,6 +93,7 @@ from effattn.nn.streaming import StreamingSelfAttention
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.talking_heads import TalkingHeadsAttention
 from effattn.nn.transformer import Transformer, TransformerState
+from effattn.nn.transformer_xl import TransformerXLAttention
 
 __all__ = [
     "AFTConv",
@@ -140,6 +142,7 @@ __all__ = [
     "HyenaState",
     "KimiDeltaAttention",
     "IndexedSelfAttention",
+    "InfiniSelfAttention",
     "LSHSelfAttention",
     "LSTM",
     "LatentAttention",
@@ -188,6 +191,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLM",
     "TransformerState",
+    "TransformerXLAttention",
     "alibi_slopes",
     "as_attention_fn",
     "bigbird_from_transformers",

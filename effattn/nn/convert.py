@@ -20,13 +20,19 @@ from effattn.nn.hybrid import HybridHeads, SeveralMixers
 from effattn.nn.recurrent_memory import RecurrentMemoryAttention
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.transformer import Transformer
+from effattn.nn.transformer_xl import TransformerXLAttention
 
 Model = TypeVar("Model", bound=nnx.Module)
 Path = tuple[Any, ...]
 Layers = int | Sequence[int] | None
 
 _PROJECTIONS = ("query", "key", "value", "out")
-_WITH_PROJECTIONS = (SelfAttention, SeveralMixers, RecurrentMemoryAttention)
+_WITH_PROJECTIONS = (
+    SelfAttention,
+    SeveralMixers,
+    RecurrentMemoryAttention,
+    TransformerXLAttention,
+)
 
 
 class Conversion(NamedTuple):

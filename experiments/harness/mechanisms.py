@@ -79,6 +79,8 @@ def sizes(
         "lsh": {"num_buckets": root, "chunk_length": root},
         "routing": {"num_clusters": root, "cluster_size": max(1, length // root)},
         "recurrent_memory": {"segment_size": quarter},
+        "infini": {"segment_size": quarter},
+        "transformer_xl": {"segment_size": quarter, "memory_size": quarter},
     }
 
 

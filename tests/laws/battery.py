@@ -27,6 +27,7 @@ WITH_KERNELS = frozenset(
         "cosformer",
         "differential",
         "hedgehog",
+        "infini",
         "linear",
         "linformer",
         "long_short",

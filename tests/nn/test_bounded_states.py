@@ -15,6 +15,7 @@ from effattn.nn import (
     SelfAttention,
     TransformerConfig,
     TransformerLM,
+    TransformerXLAttention,
 )
 from tests.nn.build import filled, floats
 
@@ -46,6 +47,9 @@ WIDE = {
     ),
     "memory": lambda **options: RecurrentMemoryAttention(
         16, 4, segment_size=64, num_slots=3, **options
+    ),
+    "Transformer-XL": lambda **options: TransformerXLAttention(
+        16, 4, segment_size=3, memory_size=64, **options
     ),
     "convolution": lambda **options: DilatedConvolution(16, width=3, dilation=10**5, **options),
     "convolution, partly wide": lambda **options: DilatedConvolution(

@@ -67,7 +67,9 @@ ABLE = [
 ]
 
 
-@pytest.mark.parametrize("name", [*ABLE, "mixture_of_mechanisms", "recurrent_memory"])
+@pytest.mark.parametrize(
+    "name", [*ABLE, "mixture_of_mechanisms", "recurrent_memory", "transformer_xl"]
+)
 def test_every_mechanism_with_projections_takes_them_over(name):
     lm = model(num_layers=1, num_kv_heads=None)
     mechanism = {"name": name, "feature_dim": 4} if name == "based" else name

@@ -54,6 +54,7 @@ STATES = {
     "slstm": {},
     "gru": {},
     "recurrent_memory": {"segment_size": 4, "num_slots": 2, "rotary": ROTARY},
+    "transformer_xl": {"segment_size": 4, "memory_size": 3},
 }
 CHANNELS = {
     "hyena": {"max_length": TOKENS, "filter_features": 5, "frequency": 1.0},
@@ -102,6 +103,7 @@ HEADS = {
         "positions_in_cache": True,
         "rotary": ROTARY,
     },
+    "infini": {"segment_size": 4, "rotary": ROTARY},
     "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4, "rotary": ROTARY},
     "bigbird": {"block_size": 4, "num_random_blocks": 2},
     "native_sparse": {"compression_size": 4, "compression_stride": 2, "block_size": 4},

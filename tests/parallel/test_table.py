@@ -59,6 +59,7 @@ OPTIONS = {
     "random": {"block_size": 4},
     "moba": {"block_size": 4, "top_k": 3},
     "indexed": {"top_k": 7},
+    "infini": {"segment_size": 4, "delta_rule": True},
     "native_sparse": {"compression_size": 4, "compression_stride": 2, "block_size": 4},
     "hierarchical": {"segment_size": 4, "num_levels": 2, "num_summaries": 2, "is_causal": True},
     "based": {"is_causal": True, "local_window_size": (3, 0)},
@@ -116,6 +117,7 @@ ARRAYS = {
     },
     "nystrom": {"skip_kernel": numbers(KEY_HEADS, 3)},
     "talking_heads": {"logits_mix": numbers(HEADS, 3), "weights_mix": numbers(3, HEADS)},
+    "infini": {"gate": numbers(HEADS)},
     "lsh": {"rotations": effattn.lsh_rotations(jax.random.key(0), 2, 4, SIZE, num_heads=HEADS)},
     "routing": {"centroids": numbers(HEADS, 5, SIZE)},
 }
