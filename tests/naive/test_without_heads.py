@@ -73,6 +73,7 @@ CASES = {
     "s4d padded": (effattn.s4_convolution, {**S4D, **S4D_STATE}, {**LENGTHS, **STATE}),
     "s4d packed": (effattn.s4_convolution, S4D, {**PACKED, **STATE}),
     "hyena": (effattn.hyena_convolution, HYENA, LENGTHS),
+    "hyena packed": (effattn.hyena_convolution, HYENA, PACKED),
     "gmlp": (effattn.spatial_gating, GMLP, {**LENGTHS, "is_causal": True}),
     "gmlp bidirectional": (effattn.spatial_gating, GMLP, LENGTHS),
     "synthesizer": (effattn.synthesizer_attention, DENSE, OFFSET),
