@@ -47,8 +47,8 @@ def long_convolution(
 def _within_documents(x, filter, segment_ids):
     """Convolves each document by itself, in blocks that double in size.
 
-    A block of 2 n tokens is two blocks of n tokens, and what the tokens of the second one read in
-    the first one. At most one document is in both.
+    The outputs in a block of 2 n tokens are those in its halves, and for the second half those by
+    tokens of the first half. At most one document is in both halves.
     """
     time, dtype = x.shape[-2], dtypes.wide(x, filter)
     blocks = 2 ** max(time - 1, 0).bit_length()
@@ -80,7 +80,7 @@ def _halves(array, axis):
 
 
 def _later(x, taps):
-    """What the n tokens after x `(..., n, D)` read in it, by `taps (2 n, D)`."""
+    """The outputs of the n tokens after x `(..., n, D)` by x alone; `taps (2 n, D)`."""
     size = x.shape[-2]
     if size <= _BY_PRODUCT:
         ages = size + np.arange(size)[:, None] - np.arange(size)
