@@ -1,6 +1,6 @@
 """Factorised dense Synthesizer: logits of a token as products of two short vectors."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +77,10 @@ def factorized_synthesizer_attention(
         )
     lengths = checks.lengths("lengths", options.get("lengths"), (batch,))
     ids = checks.segment_ids(options.get("segment_ids"), (batch,), time, keys)
-    query_ids, key_ids = (None, None) if ids is None else ids
-    if query_ids is not None:
+    query_ids: Any = None
+    key_ids: Any = None
+    if ids is not None:
+        query_ids, key_ids = ids
         present = jnp.not_equal(query_ids, 0)[..., None, None]
         coarse, fine = jnp.where(present, coarse, 0), jnp.where(present, fine, 0)
         value = jnp.where(jnp.not_equal(key_ids, 0)[..., None, None], value, 0)
