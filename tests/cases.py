@@ -245,7 +245,8 @@ FUNCTIONS = {
     ),
     "sparse_transformer": Tiled(variants={"": {"stride": 4}}),
     "block_sparse": Case(
-        variants={"": {"block_size": 3, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1}}
+        variants={"": {"block_size": 3, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1}},
+        cross_and_segments=False,
     ),
     "bigbird": Case(
         variants={

@@ -6,13 +6,12 @@ The formula and the function are those of `effattn.functional.attention_free`.
 """
 
 from effattn import registry
-from effattn.functional.attention_free import BOTH_WAYS, NOT_PACKED, entry
+from effattn.functional.attention_free import BOTH_WAYS, entry
 
 registry.register(
     entry(
         name="aft_conv",
         capabilities=BOTH_WAYS,
-        reasons=NOT_PACKED,
         builder="effattn.nn.aft_conv:AFTConv",
         complexity="O(N W D), O(N D) a step",
         time_exponent=1.0,

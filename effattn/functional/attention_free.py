@@ -10,6 +10,7 @@ from jax import lax
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
+from effattn.arrays.segments import positions_from_segment_ids
 from effattn.cores import sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.cores.weighted_sums import (
@@ -37,7 +38,7 @@ _LOWEST = -1e30  # below every exponent
 def naive(query, key, value, pairs, *, position_bias, local_window_size, initial_state=None):
     """Query `(T, D)`, key and value `(S, D)`; the state is `Sums` over earlier tokens, `(D,)`."""
     bias = jax.tree.map(lambda x: jnp.asarray(x, key.dtype), position_bias)
-    w = pair_biases(bias, local_window_size, pairs.i[:, None] - pairs.j, key.shape[1])
+    w = pair_biases(bias, local_window_size, pairs.places, key.shape[1])
     empty = jnp.zeros_like(key, shape=key.shape[1:])
     start = Sums(empty, empty, empty) if initial_state is None else initial_state
     before = lax.stop_gradient(jnp.where(start.weights > 0, start.largest, _LOWEST))
@@ -56,13 +57,14 @@ def naive(query, key, value, pairs, *, position_bias, local_window_size, initial
     return jax.nn.sigmoid(query) * average, sums(key, pairs.reaches_final)
 
 
-def pair_biases(position_bias, window, distance, features):
-    """The biases w, `(T, S, 1)` or `(T, S, D)`, of tokens at a distance t - s, int `(T, S)`."""
+def pair_biases(position_bias, window, places, features):
+    """The biases w, `(T, T, 1)` or `(T, T, D)`, of tokens at `places (T,)`."""
+    distance = places[:, None] - places
     if position_bias is None:
         return jnp.zeros((*distance.shape, 1))
     if isinstance(position_bias, tuple | list):
         rows, columns = position_bias
-        w = (rows[: len(distance)] @ columns[: len(distance)].T)[..., None]
+        w = (rows[places] @ columns[places].T)[..., None]
     else:
         taps = jnp.repeat(position_bias, features // len(position_bias), 0).T
         w = taps[jnp.clip(distance + len(taps) - 1 - window, 0)]
@@ -90,7 +92,8 @@ def attention_free(
 
     - AFT-simple: no `position_bias`, and w is 0. Time O(T D).
     - AFT-full: `position_bias` is two factors (u, c) with w_ts = u_t . c_s, as in the paper. Time
-      O(T^2 D); no T x T array is stored.
+      O(T^2 D); no T x T array is stored. In packed documents, t and s count from the start of the
+      document; the call then adds one distance t - s at a time, in time O(T^2 (D + R)).
     - AFT-local: as AFT-full, with `local_window_size`. Outside the window w is 0: far tokens count,
       without a bias. Time O(T W D).
     - AFT-conv: `position_bias` is an array of taps with w_ts = taps_(t - s) within
@@ -109,9 +112,8 @@ def attention_free(
         (causal: `(G, W + 1)`), where G divides D. Taps are in the order of t - s, from -W (causal:
         from 0) to W.
       local_window_size: W, number of tokens on each side with a bias.
-      **options: direction, lengths, packing and state: see `effattn.options`. A call with
-        `position_bias` takes no `segment_ids`; only causal calls without `position_bias` have a
-        state.
+      **options: direction, lengths, packing and state: see `effattn.options`. Only causal calls
+        without `position_bias` have a state.
 
     Returns:
       `(B, T, D)` in the dtype of `value`; with `return_state`, `(y, state)`; the state is
@@ -129,11 +131,6 @@ def attention_free(
     dtype, wide = value.dtype, dtypes.wide(value.dtype)
     key, values = key.astype(wide), value.astype(wide)
     bias = check_bias(position_bias, local_window_size, is_causal, time, features, wide)
-    if starts is not None and bias is not None:
-        raise ValueError(
-            "segment_ids needs position_bias=None, as a position bias reaches across documents, "
-            "got both; pass one document a row, padded by lengths"
-        )
     if (initial is not None or return_state) and not (is_causal and bias is None):
         raise ValueError(
             "initial_state and return_state need is_causal=True and position_bias=None, as any "
@@ -145,7 +142,9 @@ def attention_free(
     if bias is not None or not is_causal:
         sequence_parts.refuse("attention_free with position_bias or without is_causal=True")
     if bias is not None:
-        average = biased_average(key, values, valid, bias, local_window_size, is_causal)
+        ids = checks.segment_ids(options.get("segment_ids"), key.shape[:1], time, time)
+        packed = None if ids is None else (ids[0], starts)
+        average = biased_average(key, values, valid, bias, local_window_size, is_causal, packed)
     elif is_causal:
         decay = jnp.zeros(features, wide)
         initial, after = passed_sums("attention_free", key, values, decay, valid, starts, initial)
@@ -213,13 +212,24 @@ def biased_average(
     bias: Any,
     window: int | None,
     is_causal: bool,
+    packed: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns the average before the query gate, `(B, T, D)`; `bias` comes from `check_bias`."""
-    if key.shape[1] == 0:
+    """Returns the average before the query gate, `(B, T, D)`; `bias` comes from `check_bias`.
+
+    `packed` are the segment ids `(B, T)` and the starts of documents, bool `(B, T)`.
+    """
+    time = key.shape[1]
+    if time == 0:
         return value
-    if window is None:
-        return _full(key, value, bias, is_causal)
-    return _local(key, value, valid, bias, int(window), is_causal)
+    if packed is None:
+        if window is None:
+            return _full(key, value, bias, is_causal)
+        return _local(key, value, valid, bias, int(window), is_causal)
+    if isinstance(bias, tuple):
+        places = positions_from_segment_ids(packed[0])
+        bias = tuple(jnp.take(factor, places, 0) for factor in bias)
+    window = time - 1 if window is None else int(window)
+    return _local(key, value, valid, bias, window, is_causal, *packed)
 
 
 def _running(key, value, valid=None, starts=None, initial=None):
@@ -230,9 +240,8 @@ def _running(key, value, valid=None, starts=None, initial=None):
 def _both_sides(key, value, valid, starts):
     """Returns the sums over all tokens, or over all tokens of the document."""
     if starts is not None:
-        ends = jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], 1)
-        flipped = (jnp.flip(x, 1) for x in (key, value, valid, ends))
-        after = jax.tree.map(lambda x: jnp.flip(x, 1), _beyond(_running(*flipped), 0))
+        ends = _ends(starts)
+        after = _flipped(_beyond(_running(*_flipped((key, value, valid, ends))), 0))
         kept = ~ends[..., None]
         after = Sums(
             jnp.where(kept, after.values, 0), jnp.where(kept, after.weights, 0), after.largest
@@ -291,21 +300,26 @@ def _pairs(bias, key, value):
     return Sums((weight * value[:, None]).sum(2), weight.sum(2), largest)
 
 
-def _local(key, value, valid, bias, window, is_causal):
-    """AFT-local and AFT-conv: sums outside the window, then adds one distance at a time."""
+def _local(key, value, valid, bias, window, is_causal, ids=None, starts=None):
+    """Sums outside the window, then adds one distance at a time; factors `(T, R)` or `(B, T, R)`.
+
+    AFT-local and AFT-conv, and AFT-full in packed documents.
+    """
     key, value, valid, bias = mesh_axes.vary_alike((key, value, valid, bias))
     time = key.shape[1]
-    sums = _beyond(_running(key, value, valid), window)
+    sums = _beyond(_running(key, value, valid, starts), window, ids)
     if not is_causal:
-        flipped = (None if x is None else jnp.flip(x, 1) for x in (key, value, valid))
-        after = jax.tree.map(lambda x: jnp.flip(x, 1), _beyond(_running(*flipped), window))
-        sums = sums.plus(after)
+        flipped = _flipped((key, value, valid, None if starts is None else _ends(starts)))
+        sums = sums.plus(_flipped(_beyond(_running(*flipped), window, _flipped(ids))))
 
     around = ((0, 0), (window, window), (0, 0))
     lowest = dtypes.lowest(key.dtype)
     padded_key = jnp.pad(key, around, constant_values=lowest)
     padded_value = jnp.pad(value, around)
-    columns = jnp.pad(bias[1], around[1:]) if isinstance(bias, tuple) else None
+    columns = None
+    if isinstance(bias, tuple):
+        columns = jnp.pad(bias[1], around[-bias[1].ndim :])
+    padded_ids = None if ids is None else jnp.pad(ids, around[:2])
 
     @jax.checkpoint
     def add(sums, distance):
@@ -317,9 +331,11 @@ def _local(key, value, valid, bias, window, is_causal):
         if columns is None:
             of_pairs = bias[distance + (0 if is_causal else window)]
         else:
-            of_pairs = (bias[0] * there(columns, 0)).sum(-1, keepdims=True)
+            of_pairs = (bias[0] * there(columns, columns.ndim - 2)).sum(-1, keepdims=True)
         key_there = there(padded_key, 1)
         is_there = key_there > lowest
+        if ids is not None:
+            is_there &= (there(padded_ids, 1) == ids)[..., None]
         exponent = jnp.where(is_there, key_there, 0) + lead(of_pairs, 3)
         one = one_token(jnp.maximum(exponent, -1e30), there(padded_value, 1))
         values, weights = (jnp.where(is_there, x, 0) for x in one[:2])
@@ -329,13 +345,27 @@ def _local(key, value, valid, bias, window, is_causal):
     return lax.scan(add, sums, distances)[0].average()
 
 
-def _beyond(sums, window):
-    """Returns the running sums of `window + 1` tokens ago."""
+def _flipped(arrays):
+    """Arrays `(B, T, ...)` with their tokens in reverse."""
+    return jax.tree.map(lambda x: jnp.flip(x, 1), arrays)
+
+
+def _ends(starts):
+    """The last tokens of documents, from the first ones."""
+    return jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], 1)
+
+
+def _beyond(sums, window, ids=None):
+    """Returns the running sums of `window + 1` tokens ago, if the document has so many."""
     behind = min(window + 1, sums.values.shape[1])
     batch, _, features = sums.values.shape
     none = empty_sums((batch, behind, features), sums.values.dtype)
     kept = sums.values.shape[1] - behind
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b[:, :kept]], 1), none, sums)
+    sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b[:, :kept]], 1), none, sums)
+    if ids is None:
+        return sums
+    before = jnp.pad(ids[:, :kept], ((0, 0), (behind, 0)))
+    return sums.emptied((before != ids)[..., None])
 
 
 # Registry entry of one of the four kinds of biases, each in a file of its own.
@@ -346,5 +376,4 @@ entry: Any = functools.partial(
     function=attention_free,
     takes_heads=False,
 )
-BOTH_WAYS = frozenset({"causal", "bidirectional", "lengths", "decode"})
-NOT_PACKED = {"segments": "its biases reach across documents"}
+BOTH_WAYS = frozenset({"causal", "bidirectional", "lengths", "segments", "decode"})

@@ -9,17 +9,17 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks
-from effattn.cores import attention
+from effattn.cores import attention, document_blocks
 from effattn.functional import softmax
 from effattn.functional.block_sparse import attend_blocks
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Direction, Score, Sink, Softmax, declared
+from effattn.options import Direction, Packing, Score, Sink, Softmax, declared
 from effattn.patterns.algebra import Or
 from effattn.patterns.blocks import BlockLists
 from effattn.patterns.named import bigbird_parts
 
 
-class Options(Direction, Score, Sink, Softmax, total=False):
+class Options(Direction, Packing, Score, Sink, Softmax, total=False):
     """The shared options of `bigbird_attention`."""
 
 
@@ -34,15 +34,20 @@ def naive(
     random_blocks,
     num_window_blocks=1,
     num_global_blocks=0,
+    packed=False,
 ):
     """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`, random blocks `(n, r)`.
 
-    Returns output and log-sum-exp.
+    Returns output and log-sum-exp. In packed rows, blocks count from the start of the document.
     """
-    m, n, blocks = pairs.i[:, None] // block_size, pairs.j // block_size, -(-len(key) // block_size)
+    n, blocks = pairs.places // block_size, -(-len(key) // block_size)
+    m = n[:, None]
+    if packed:
+        in_document = pairs.present & (pairs.query_ids[:, None] == pairs.key_ids)
+        blocks = jnp.where(in_document, n + 1, 0).max(1, keepdims=True, initial=0)
     first, last = num_global_blocks if np.ndim(num_global_blocks) else (num_global_blocks, 0)
     window = abs(m - n) <= num_window_blocks // 2
-    of_ends = [(block < first) | (block >= blocks - last) for block in (m, n)]
+    of_ends = [(block < first) | (block >= blocks - last) & (block < blocks) for block in (m, n)]
     random = (random_blocks[m] == n[:, None]).any(-1)
     allowed = window | of_ends[0] | of_ends[1] | random
     return softmax.naive(query, key, value, pairs.where(allowed), scale=scale)
@@ -68,7 +73,14 @@ def drawn_blocks(
     return {"random_blocks": drawn.blocks((key.shape[-3],) * 2)}
 
 
-@with_naive(over_pairs(naive, per_head={"random_blocks": 2}, made_by_head=drawn_blocks))
+def is_packed(*, segment_ids=None, **_):
+    """The option `packed`: True for a call with packed rows."""
+    return {"packed": segment_ids is not None}
+
+
+@with_naive(
+    over_pairs(naive, per_head={"random_blocks": 2}, made_by_head=drawn_blocks, derived=is_packed)
+)
 @declared
 def bigbird_attention(
     query: jax.Array,
@@ -94,7 +106,14 @@ def bigbird_attention(
     Each key counts once. Queries of global blocks attend to all keys. Causal queries attend only to
     keys that are not later, and random blocks are drawn from the blocks before the window.
 
-    Time O(T b (w + g + g' + r) (H + Hv)), memory O(T), forward and backward.
+    In packed rows, each document has the blocks and the global blocks that it has alone: blocks
+    count from its start, and the last blocks from its last valid key. Causal documents also have
+    the random blocks that they have alone with the same seed. In bidirectional calls, a draw
+    depends on the number of blocks, and all documents of a row have those of the draw for T tokens
+    that they contain; give `random_blocks` for the same blocks in rows of any length.
+
+    Time O(T b (w + g + g' + r) (H + Hv)), memory O(T), forward and backward; packed rows are moved
+    into at most 2 T / b + 1 blocks, with a flag in memory for each pair of blocks.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
@@ -109,8 +128,8 @@ def bigbird_attention(
       random_blocks: given instead of `seed`, int `(n, r)` or `(K, n, r)`, -1 for no block; may be
         traced. A block that is also global or in the window counts once. A table for longer
         sequences is cut to its first n rows and to blocks below n.
-      **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
-        execution: see `effattn.options`.
+      **options: direction, padding, packing, scale, soft cap, `score_mod`, sink, dropout,
+        log-sum-exp and execution: see `effattn.options`. `segment_ids` are one array `(*B, T)`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -122,6 +141,7 @@ def bigbird_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check("bigbird_attention", query, key, value, **options)
     return attend(
         query,
@@ -144,7 +164,9 @@ def attend(query, key, value, given: attention.Arguments, **options: Any) -> Any
     length, key_heads = key.shape[-3:-1]
     whole = pattern(length, key_heads, given.is_causal, **options)
     with jax.named_scope(given.mechanism):
-        if length:
+        if length and given.segments is not None:
+            out, lse = _attend_packed(query, key, value, given, *whole.parts)
+        elif length:
             out, lse = _attend(query, key, value, given, *whole.parts)
         else:
             out, lse = attention.attend(query, key, value, given)
@@ -213,6 +235,25 @@ def _attend(query, key, value, given: attention.Arguments, near, ends, random):
         parts.append(attend_blocks(rows, key, value, part, listed, size))
     out, lse = zip(*parts, strict=True)
     return jnp.concatenate(out, axis=-3), jnp.concatenate(lse, axis=-2)
+
+
+def _attend_packed(query, key, value, given: attention.Arguments, near, ends, random):
+    """Attends within documents, whose blocks count from their start."""
+    table = jnp.asarray(random.blocks((query.shape[-3],) * 2))  # (rows, r) or (K, rows, r)
+    table = table[None] if table.ndim == 2 else table
+    batch = query.ndim - 3
+
+    def allowed(m, n, blocks):
+        pairs = (m - n <= near.left) & (n - m <= near.right)
+        pairs |= (m < ends.first) | (n < ends.first)
+        pairs |= (m >= blocks - ends.last) & (m < blocks) | (n >= blocks - ends.last)
+        rows = jnp.take(table, m[..., 0, :, 0], 1, mode="clip")  # (K, *B, n, r)
+        rows = jnp.moveaxis(rows, 0, batch)[..., None]
+        for choice in range(table.shape[-1]):
+            pairs |= rows[..., choice, :] == n
+        return pairs
+
+    return document_blocks.attend(query, key, value, given, near.block_size, allowed)
 
 
 def _joined(*lists):

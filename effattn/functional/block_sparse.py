@@ -10,34 +10,37 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks
-from effattn.cores import attention
+from effattn.cores import attention, document_blocks
 from effattn.functional import softmax, sparse
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Direction, Score, Sink, Softmax, declared
+from effattn.options import Direction, Packing, Score, Sink, Softmax, declared
 from effattn.patterns import BlockMask, Causal
 from effattn.patterns.blocks import BlockLists
 from effattn.patterns.layouts import BlockLayout
 
 
-class Options(Direction, Score, Sink, Softmax, total=False):
+class Options(Direction, Packing, Score, Sink, Softmax, total=False):
     """The shared options of `block_sparse_attention`."""
 
 
-def naive(query, key, value, pairs, *, scale, block_size, block_mask):
+def naive(query, key, value, pairs, *, scale, block_size, block_mask, packed=False):
     """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, mask `(query blocks, key blocks)`.
 
-    Returns output and log-sum-exp.
+    Returns output and log-sum-exp. In packed rows, blocks count from the start of the document.
     """
-    allowed = block_mask[pairs.i[:, None] // block_size, pairs.j // block_size]
+    i, j = (pairs.places, pairs.places) if packed else (pairs.i, pairs.j)
+    allowed = block_mask[i[:, None] // block_size, j // block_size]
     return softmax.naive(query, key, value, pairs.where(allowed), scale=scale)
 
 
-def _rule_as_mask(query, key, block_size, block_mask, **_):
-    """The mask `(query blocks, key blocks)` of a rule of block indices."""
+def _rule_as_mask(query, key, block_size, block_mask, segment_ids=None, **_):
+    """The mask `(query blocks, key blocks)` of a rule of block indices; whether rows are packed."""
+    packed = {"packed": segment_ids is not None}
     if not callable(block_mask):
-        return {}
+        return packed
     m, n = (np.arange(-(-x.shape[-3] // block_size)) for x in (query, key))
-    return {"block_mask": np.broadcast_to(block_mask(m[:, None], n), (len(m), len(n)))}
+    mask = np.broadcast_to(block_mask(m[:, None], n), (len(m), len(n)))
+    return {**packed, "block_mask": mask}
 
 
 @with_naive(over_pairs(naive, per_head={"block_mask": 2}, derived=_rule_as_mask))
@@ -57,8 +60,12 @@ def block_sparse_attention(
 
         {j : block_mask[h, i // block_size, j // block_size]}
 
-    Time O(P (H + Hv)) for the P pairs in these blocks, memory O(T + S), forward and backward.
-    `effattn.sparse_attention` takes any other pattern.
+    In packed rows, blocks count from the start of each document, and a document of n blocks has the
+    first n rows and columns of the mask.
+
+    Time O(P (H + Hv)) for the P pairs in these blocks, memory O(T + S), forward and backward;
+    packed rows are moved into at most 2 T / block_size + 1 blocks, with a flag in memory for each
+    pair of blocks. `effattn.sparse_attention` takes any other pattern.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
@@ -68,9 +75,9 @@ def block_sparse_attention(
       block_mask: bool `(ceil(T / block_size), ceil(S / block_size))`, or one mask for each query
         head, `(N, ..., ...)`. A traced mask may differ by key head, `(K, ..., ...)`. Or a rule of
         block indices for any length, `(m, n) -> bool` on NumPy integers that broadcast.
-      **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
-        execution: see `effattn.options`. Causal calls see nothing at later positions, whatever the
-        mask says.
+      **options: direction, padding, packing, scale, soft cap, `score_mod`, sink, dropout,
+        log-sum-exp and execution: see `effattn.options`. Causal calls see nothing at later
+        positions, whatever the mask says. `segment_ids` are one array `(*B, T)`, and need T = S.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -81,6 +88,7 @@ def block_sparse_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check("block_sparse_attention", query, key, value, **options)
     checks.known_length("block_sparse_attention", query, key)
     (queries, heads), (keys, key_heads) = query.shape[-3:-1], key.shape[-3:-1]
@@ -88,6 +96,8 @@ def block_sparse_attention(
     with jax.named_scope("block_sparse_attention"):
         if not mask.size:  # without queries or keys
             out, lse = attention.attend(query, key, value, given)
+        elif given.segments is not None:
+            out, lse = _attend_packed(query, key, value, given, mask, block_size)
         elif isinstance(mask, np.ndarray):
             kept = BlockMask(mask, block_size)
             given = sparse.with_pattern(query, key, given, kept)
@@ -95,6 +105,24 @@ def block_sparse_attention(
         else:
             out, lse = attend_blocks(query, key, value, given, _indices(mask), block_size)
     return attention.results(out, lse, given)
+
+
+def _attend_packed(query, key, value, given, mask, block_size):
+    """Attends within documents, whose blocks count from their start."""
+    mask = mask if mask.ndim == 3 else mask[None]  # (1, K or N, query blocks, key blocks)
+    heads, batch = query.shape[-2], query.ndim - 3
+    if mask.shape[0] == heads:
+        repeats = heads // key.shape[-2]
+        key, value = jnp.repeat(key, repeats, -2), jnp.repeat(value, repeats, -2)
+
+    def allowed(m, n, blocks):
+        found = jnp.asarray(mask).at[:, m[..., 0, :, :], n[..., 0, :, :]].get(mode="clip")
+        return jnp.moveaxis(found, 0, batch)
+
+    first_block = mask[:, 0, 0]
+    if isinstance(mask, np.ndarray) and mask[:, *np.diag_indices(mask.shape[-1])].all():
+        first_block = None
+    return document_blocks.attend(query, key, value, given, block_size, allowed, first_block)
 
 
 def pattern(

@@ -8,20 +8,25 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
+from effattn.arrays.segments import positions_from_segment_ids
 from effattn.cores import sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.naive import dot, over_pairs, with_naive
-from effattn.options import Direction, Lengths, declared
+from effattn.options import Direction, Lengths, Packing, declared
+
+# Queries in a tile of packed documents.
+_TILE = 128
 
 
-class Options(Direction, Lengths, total=False):
+class Options(Direction, Lengths, Packing, total=False):
     """The shared options of `spatial_gating`."""
 
 
 def naive(gate, value, pairs, *, weights, bias):
     """Gate and value `(T, F)`, weights `(L, L)`, bias `(L,)`."""
-    weights = jnp.where(pairs.allowed, weights[: len(value), : len(value)], 0)
-    return gate * (dot(weights, value) + bias[: len(value), None])
+    places = pairs.places
+    weights = jnp.where(pairs.allowed, weights[places[:, None], places], 0)
+    return gate * (dot(weights, value) + bias[places, None])
 
 
 @with_naive(over_pairs(naive, heads=False))
@@ -39,16 +44,16 @@ def spatial_gating(
 
         y_t = gate_t * (sum_s W_ts value_s + b_t)
 
-    The weights are learned and the same for all features. Time is O(T^2 F), memory O(T F) in
-    addition to the weights.
+    The weights are learned and the same for all features. In packed documents, t and s count from
+    the start of the document. Time is O(T^2 F), memory O(T F) in addition to the weights.
 
     Args:
       gate: `(B, T, F)`, z_1 in the paper.
       value: `(B, T, F)`, the normalised z_2 in the paper.
       weights: W, `(L, L)`, with L at least T.
       bias: b, `(L,)`.
-      **options: direction and lengths: see `effattn.options`. In a causal call, the entries of W
-        above the diagonal count as zeros.
+      **options: direction, lengths and packing: see `effattn.options`. In a causal call, the
+        entries of W above the diagonal count as zeros.
 
     Returns:
       `(B, T, F)` in the dtype of `value`; summed in at least float32.
@@ -68,6 +73,9 @@ def spatial_gating(
             "make weights for more, or shorten the input"
         )
     weights = weights[:time, :time]
+    ids = checks.segment_ids(options.get("segment_ids"), value.shape[:1], time, time)
+    if ids is not None and time:
+        return _packed(gate, value, jnp.tril(weights) if is_causal else weights, bias, ids[0])
     return gated(gate, value, jnp.tril(weights) if is_causal else weights, bias[:time])
 
 
@@ -79,6 +87,27 @@ def gated(gate: jax.Array, value: jax.Array, weights: jax.Array, bias: jax.Array
     return (gate.astype(wide) * (mixed + lead(bias.astype(wide)[..., None], 3))).astype(value.dtype)
 
 
+def _packed(gate, value, weights, bias, ids):
+    """Gates packed documents, one tile of tokens at a time."""
+    places, time = positions_from_segment_ids(ids), value.shape[1]
+    tile = min(_TILE, time)
+
+    def tiles(x):
+        x = jnp.pad(x, ((0, 0), (0, -time % tile), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // tile, tile, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def of_tile(one):
+        gate, places_of_tile, ids_of_tile = one
+        rows = jnp.take(weights, places_of_tile, 0)
+        own = jnp.take_along_axis(rows, places[:, None], 2)
+        own = jnp.where(ids_of_tile[..., None] == ids[:, None], own, 0)
+        return gated(gate, value, own, jnp.take(bias, places_of_tile, 0))
+
+    y = jax.lax.map(of_tile, tuple(map(tiles, (gate, places, ids))))
+    return jax.lax.collapse(jnp.moveaxis(y, 0, 1), 1, 3)[:, :time]
+
+
 registry.register(
     registry.Mechanism(
         name="gmlp",
@@ -86,8 +115,7 @@ registry.register(
         paper="Liu et al. 2021, Pay Attention to MLPs",
         function=spatial_gating,
         takes_heads=False,
-        capabilities=frozenset({"causal", "bidirectional", "lengths", "decode"}),
-        reasons={"segments": "its weights belong to positions in a row, not in a document"},
+        capabilities=frozenset({"causal", "bidirectional", "lengths", "segments", "decode"}),
         builder="effattn.nn.gmlp:GatedMLP",
         complexity="O(N^2 D), O(N D) a step; weights of N^2",
         time_exponent=2.0,

@@ -11,8 +11,12 @@ from effattn.arrays.axes import lead
 from effattn.cores import sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Lengths, declared
+from effattn.options import Lengths, Packing, declared
 from effattn.xla.long_convolution import long_convolution
+
+
+class Options(Lengths, Packing, total=False):
+    """The shared options of `hyena_convolution`."""
 
 
 def naive(value, pairs, *, gates, filters, skip):
@@ -43,7 +47,7 @@ def hyena_convolution(
     filters: jax.Array,
     *,
     skip: jax.Array | None = None,
-    **options: Unpack[Lengths],
+    **options: Unpack[Options],
 ) -> jax.Array:
     r"""Hyena recurrence (Poli et al. 2023, "Hyena Hierarchy", definition 3.1).
 
@@ -51,14 +55,15 @@ def hyena_convolution(
 
         z^1 = v;   z^(n+1) = x^n (h^n * z^n + d^n z^n);   y = z^(N+1)
 
-    Time is O(N T D log T) by Fourier transforms, memory O(N T D).
+    Time is O(N T D log T) by Fourier transforms, with `segment_ids` O(N T D log^2 T); memory is
+    O(N T D).
 
     Args:
       gates: x, `(N, B, T, D)`, for order N.
       value: v, `(B, T, D)`.
       filters: h, `(N, L, D)`, L at least T.
       skip: d, `(N, D)`, weight of the input of each convolution in its output; None means 0.
-      **options: lengths: see `effattn.options.Lengths`.
+      **options: lengths and packing: see `effattn.options`.
 
     Returns:
       `(B, T, D)` in the dtype of `value`; convolved in at least float32.
@@ -67,6 +72,8 @@ def hyena_convolution(
       ValueError: shapes or dtypes that do not fit, or filters shorter than the sequence.
     """
     value, valid, _ = token_mixing.check("hyena_convolution", {"value": value}, **options)
+    ids = options.get("segment_ids")
+    ids = None if ids is None else jnp.asarray(ids)
     order, (_, time, features) = gates.shape[0] if gates.ndim else 0, value.shape
     gates = cleared(checks.shaped("gates", gates, (order, *value.shape)), valid)
     check_filters(filters, order, time, features)
@@ -74,7 +81,8 @@ def hyena_convolution(
         skip = checks.shaped("skip", skip, (order, features))
     z = value
     for n in range(order):
-        z = gated(gates[n], long_convolution(z, filters[n]), z, None if skip is None else skip[n])
+        convolved = long_convolution(z, filters[n], ids)
+        z = gated(gates[n], convolved, z, None if skip is None else skip[n])
     return z
 
 
@@ -103,8 +111,7 @@ registry.register(
         paper="Poli et al. 2023, Hyena Hierarchy: Towards Larger Convolutional Language Models",
         function=hyena_convolution,
         takes_heads=False,
-        capabilities=frozenset({"causal", "lengths", "decode"}),
-        reasons={"segments": "a Fourier transform convolves across the borders of documents"},
+        capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
         builder="effattn.nn.hyena:Hyena",
         complexity="O(N log N D), O(N D) a step",
         time_exponent=1.0,

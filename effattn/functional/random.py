@@ -8,13 +8,13 @@ import jax
 import numpy as np
 
 from effattn import registry
-from effattn.cores import attention
+from effattn.cores import attention, document_blocks
 from effattn.functional import bigbird
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Direction, Score, Sink, Softmax, declared
+from effattn.options import Direction, Packing, Score, Sink, Softmax, declared
 
 
-class Options(Direction, Score, Sink, Softmax, total=False):
+class Options(Direction, Packing, Score, Sink, Softmax, total=False):
     """The shared options of `random_attention`."""
 
 
@@ -43,7 +43,8 @@ def random_attention(
     r"""Random attention, one part of BigBird (Zaheer et al. 2020, "Big Bird", section 2).
 
     With blocks of b tokens, the queries of block m attend to block m and to r random blocks. In
-    this random graph, information reaches all n blocks in O(log n) layers.
+    this random graph, information reaches all n blocks in O(log n) layers. Packed rows are those of
+    `effattn.bigbird_attention`.
 
     Time O(T b (1 + r) (H + Hv)), memory O(T), forward and backward.
 
@@ -57,8 +58,9 @@ def random_attention(
       random_blocks: given instead of `seed`, int `(n, r)` or `(K, n, r)` for n = ceil(T / b), -1
         for no block; may be traced. A block that is listed twice counts once. A table may be for a
         longer sequence.
-      **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
-        execution: see `effattn.options`. Causal calls draw the random blocks from earlier blocks.
+      **options: direction, padding, packing, scale, soft cap, `score_mod`, sink, dropout,
+        log-sum-exp and execution: see `effattn.options`. Causal calls draw the random blocks from
+        earlier blocks. `segment_ids` are one array `(*B, T)`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -70,6 +72,7 @@ def random_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check("random_attention", query, key, value, **options)
     return bigbird.attend(
         query,

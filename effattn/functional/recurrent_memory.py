@@ -46,11 +46,8 @@ registry.register(
         function=None,
         naive=over_examples(naive),
         takes_heads=False,
-        capabilities=frozenset({"causal", "lengths", "decode"}),
-        reasons={
-            "bidirectional": "its memory comes from earlier segments",
-            "segments": "its segments belong to positions in a row, not in a document",
-        },
+        capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
+        reasons={"bidirectional": "its memory comes from earlier segments"},
         builder="effattn.nn.recurrent_memory:RecurrentMemoryAttention",
         complexity="O(N S D)",
         time_exponent=1.0,

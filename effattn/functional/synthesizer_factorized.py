@@ -1,6 +1,6 @@
 """Factorised dense Synthesizer: logits of a token as products of two short vectors."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +8,23 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
-from effattn.arrays.segments import positions_from, within
+from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
 from effattn.functional.synthesizer import CAPABILITIES, entry
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Direction, Lengths, Offset, declared
+from effattn.options import Direction, Lengths, Offset, Packing, declared
 
 # Queries in a tile.
 _TILE = 128
 
 
-class Options(Direction, Offset, Lengths, total=False):
+class Options(Direction, Offset, Lengths, Packing, total=False):
     """The shared options of `factorized_synthesizer_attention`."""
 
 
 def naive(coarse, fine, value, pairs):
     """One head: coarse `(T, l)`, fine `(T, m)`, value `(S, Hv)`."""
     logits = jax.vmap(lambda a, b: jnp.outer(a, b).ravel())(coarse, fine)  # (T, l m)
-    weights, _ = pairs.softmax(logits[:, : len(value)])
+    weights, _ = pairs.softmax(logits[:, pairs.places])
     return weights @ value
 
 
@@ -48,8 +48,9 @@ def factorized_synthesizer_attention(
       coarse: a, `(B, T, N, l)`.
       fine: b, `(B, T, N, m)`, with l m at least S.
       value: `(B, S, N, Hv)`.
-      **options: direction, offset and lengths: see `effattn.options`. `lengths` are those of the
-        keys, and of the queries if T is S.
+      **options: direction, offset, lengths and packing: see `effattn.options`. `lengths` are those
+        of the keys, and of the queries if T is S. In packed documents, s counts from the start of
+        the document.
 
     Returns:
       `(B, T, N, Hv)` in the dtype of `value`; logits and sums are in at least float32.
@@ -75,6 +76,14 @@ def factorized_synthesizer_attention(
             f"{size}; make coarse or fine larger"
         )
     lengths = checks.lengths("lengths", options.get("lengths"), (batch,))
+    ids = checks.segment_ids(options.get("segment_ids"), (batch,), time, keys)
+    query_ids: Any = None
+    key_ids: Any = None
+    if ids is not None:
+        query_ids, key_ids = ids
+        present = jnp.not_equal(query_ids, 0)[..., None, None]
+        coarse, fine = jnp.where(present, coarse, 0), jnp.where(present, fine, 0)
+        value = jnp.where(jnp.not_equal(key_ids, 0)[..., None, None], value, 0)
     offset = checks.offset(options.get("query_offset", 0), (batch,))
     offset = jnp.broadcast_to(jnp.asarray(offset), (batch,))
     if lengths is not None:
@@ -84,23 +93,41 @@ def factorized_synthesizer_attention(
             coarse, fine = jnp.where(valid, coarse, 0), jnp.where(valid, fine, 0)
     wide = dtypes.wide(value.dtype)
     blocks = -(-keys // size)
-    padded = jnp.pad(value, ((0, 0), (0, blocks * size - keys), (0, 0), (0, 0)))
-    values = jnp.moveaxis(padded.reshape(batch, blocks, size, *value.shape[2:]), 1, 0)
+
+    def in_blocks(array):
+        """Keys `(B, S, ...)` in blocks of m, `(blocks, B, m, ...)`."""
+        rest = [(0, 0)] * (array.ndim - 2)
+        array = jnp.pad(array, ((0, 0), (0, blocks * size - keys), *rest))
+        return jnp.moveaxis(array.reshape(batch, blocks, size, *array.shape[2:]), 1, 0)
+
+    of_documents = None
+    if key_ids is not None:
+        places = positions_from_segment_ids(key_ids)
+        of_documents = tuple(map(in_blocks, (key_ids, places // size, places % size)))
+    values = in_blocks(value)
     seen_keys = jnp.full((batch,), keys) if lengths is None else lengths
 
     @jax.checkpoint
-    def of_tile(first, a, b):
+    def of_tile(first, a, b, ids):
         """Returns the output of the queries from `first` on, `(B, C, N, Hv)`."""
         positions = positions_from(offset + first, a.shape[1])
 
         def add(sums, of_block):
             out, total, largest = sums
-            block, value, coarse = of_block
+            block, value, coarse, of_keys = of_block
+            a_of_keys, b_of_keys = coarse[..., None], b
             key = lead(block * size + jnp.arange(size), 3)
             seen = jnp.broadcast_to(key < seen_keys[:, None, None], (batch, a.shape[1], size))
             if is_causal:
                 seen = seen & (key <= positions[..., None])
-            logit = coarse[..., None].astype(wide) * b.astype(wide)
+            if of_keys is not None:
+                key_ids, *at = of_keys
+                seen = seen & (key_ids[:, None] == ids[..., None])
+                a_of_keys, b_of_keys = (
+                    jnp.take_along_axis(x, places[:, None, None], -1)
+                    for x, places in zip((a, b), at, strict=True)
+                )
+            logit = a_of_keys.astype(wide) * b_of_keys.astype(wide)
             logit = jnp.where(seen[:, :, None], logit, dtypes.lowest(wide))
             # At least the initial value, so that differences are finite.
             new = jax.lax.stop_gradient(jnp.maximum(largest, logit.max(-1)))
@@ -110,8 +137,8 @@ def factorized_synthesizer_attention(
 
         empty = jnp.zeros(a.shape[:3], wide)
         start = jnp.zeros((*a.shape[:3], value.shape[-1]), wide), empty, empty - 1e30
-        per_block = jnp.arange(blocks), values, jnp.moveaxis(a, -1, 0)[:blocks]
-        start, _ = mesh_axes.vary_alike((start, (a, b, values, seen_keys)))
+        per_block = jnp.arange(blocks), values, jnp.moveaxis(a, -1, 0)[:blocks], of_documents
+        start, _ = mesh_axes.vary_alike((start, (a, b, values, seen_keys, ids)))
         (out, total, _), _ = jax.lax.scan(add, start, per_block)
         return out / jnp.where(total > 0, total, 1)[..., None]
 
@@ -119,14 +146,19 @@ def factorized_synthesizer_attention(
     firsts = jnp.arange(0, time, tile)
 
     def tiles(array):
-        array = jnp.pad(array, ((0, 0), (0, -time % tile), (0, 0), (0, 0)))
+        if array is None:
+            return None
+        array = jnp.pad(array, ((0, 0), (0, -time % tile), *[(0, 0)] * (array.ndim - 2)))
         array = array.reshape(batch, firsts.size, tile, *array.shape[2:])
         return jnp.moveaxis(array, 1, 0)
 
-    out = jax.lax.map(lambda of: of_tile(*of), (firsts, tiles(coarse), tiles(fine)))
+    of_queries = firsts, *map(tiles, (coarse, fine, query_ids))
+    out = jax.lax.map(lambda of: of_tile(*of), of_queries)
     out = jax.lax.collapse(jnp.moveaxis(out, 0, 1), 1, 3)[:, :time]
     if lengths is not None and time == keys:
         out = jnp.where(valid, out, 0)
+    if query_ids is not None:
+        out = jnp.where(present, out, 0)
     return out.astype(value.dtype)
 
 
@@ -134,8 +166,7 @@ registry.register(
     entry(
         name="synthesizer_factorized",
         function=factorized_synthesizer_attention,
-        capabilities=CAPABILITIES - {"segments"},
-        reasons={"segments": "its logits belong to positions in a row, not in a document"},
+        capabilities=CAPABILITIES,
         options={"kind": "factorized"},
         complexity="O(N^2 H), O(N H) a step",
         memory_exponent=1.5,

@@ -142,6 +142,13 @@ class Pairs:
         return normalized(out) if normalize else out, sums
 
     @property
+    def places(self) -> jax.Array:
+        """Int `(S,)`, the index of each key in its document."""
+        token, size = jnp.arange(self.key_ids.size), self.key_ids.size
+        is_same = self.key_ids[:, None] == self.key_ids
+        return token - jnp.where(is_same, token, size).min(1, initial=size)
+
+    @property
     def first_id(self) -> jax.Array:
         """The id of the first document."""
         ids = jnp.append(self.key_ids, 0)

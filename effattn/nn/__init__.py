@@ -50,6 +50,19 @@ from effattn.nn.infini import InfiniSelfAttention
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
+from effattn.nn.layers_from_transformers import (
+    fnet_from_transformers,
+    gated_delta_net_from_transformers,
+    latent_from_transformers,
+    mamba2_from_transformers,
+    mamba_from_transformers,
+    nystromformer_from_transformers,
+    reformer_local_from_transformers,
+    reformer_lsh_from_transformers,
+    rg_lru_from_transformers,
+    rwkv4_channel_mix_from_transformers,
+    rwkv4_from_transformers,
+)
 from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.log_linear import LogLinearAttention
@@ -199,9 +212,20 @@ __all__ = [
     "convert",
     "decoder_from_transformers",
     "expert_specs",
+    "fnet_from_transformers",
+    "gated_delta_net_from_transformers",
     "generate",
+    "latent_from_transformers",
     "longformer_from_transformers",
+    "mamba2_from_transformers",
+    "mamba_from_transformers",
+    "nystromformer_from_transformers",
     "prune_heads",
     "placed",
+    "reformer_local_from_transformers",
+    "reformer_lsh_from_transformers",
+    "rg_lru_from_transformers",
+    "rwkv4_channel_mix_from_transformers",
+    "rwkv4_from_transformers",
     "shardings",
 ]

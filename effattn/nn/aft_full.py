@@ -18,7 +18,8 @@ class AFTFull(BiasedAFT):
     The biases are factorised, as in the paper. Time is O(T^2 D), memory O(T D).
 
     Args:
-      max_length: number of positions with factors; maximum number of tokens per row.
+      max_length: number of positions with factors; maximum number of tokens per row. Positions
+        count from the start of each packed document.
       rank: R, size of the factors u_t and c_s.
       **options: see `effattn.nn.options.Projected`.
 

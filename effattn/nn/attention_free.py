@@ -55,6 +55,7 @@ class BiasedAFT(AFT, CachedMixer):
             local_window_size=self.window,
             is_causal=self.is_causal,
             lengths=lengths,
+            segment_ids=segment_ids,
         )
         return self.out(y)
 

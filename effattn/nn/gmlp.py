@@ -23,7 +23,8 @@ class GatedMLP(CachedMixer):
     parameters. The decode state caches layer_norm(z_2) of all tokens; a step costs O(S F).
 
     Args:
-      max_length: L, number of positions with weights; maximum number of tokens per row.
+      max_length: L, number of positions with weights; maximum number of tokens per row. Positions
+        count from the start of each packed document.
       hidden_features: 2 F, size of z_1 and z_2 together; default 4 D.
       **options: see `effattn.nn.options.Projected`.
 
@@ -69,6 +70,7 @@ class GatedMLP(CachedMixer):
             self.bias[...],
             is_causal=self.is_causal,
             lengths=lengths,
+            segment_ids=segment_ids,
         )
         return self.out(y)
 

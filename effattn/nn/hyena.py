@@ -44,7 +44,8 @@ class Hyena(CausalMixer):
 
     Filters are functions of the position: a small network with sine activations maps the position
     and K harmonics of the position to taps, which the window exp(-a t) multiplies. The rates `a`
-    range from fast to slow along the features. Time is O(N T D log T). The decode state caches the
+    range from fast to slow along the features. Time is O(N T D log T), with packed documents
+    O(N T D log^2 T). The decode state caches the
     inputs of the N convolutions; a step costs O(N S D).
 
     Args:
@@ -131,8 +132,9 @@ class Hyena(CausalMixer):
         return jnp.stack(gates), value
 
     def _mix_all(self, x, lengths, segment_ids):
-        gates, value = self._streams(self.convolution(self.project(x), lengths=lengths))
-        y = hyena_convolution(gates, value, self.filters(), skip=self.skip[...], lengths=lengths)
+        padding = {"lengths": lengths, "segment_ids": segment_ids}
+        gates, value = self._streams(self.convolution(self.project(x), **padding))
+        y = hyena_convolution(gates, value, self.filters(), skip=self.skip[...], **padding)
         return self.out(y)
 
     def _empty(self, batch, max_length, dtype):

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn.arrays import checks, dtypes
-from effattn.arrays.segments import within
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.segments import positions_from_segment_ids, within
 from effattn.cores import passed_states, sequence_parts
+from effattn.cores.document_blocks import blocks_of
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import bounded, check_bound, new_lengths
 from effattn.nn.array_options import own_copy
@@ -34,8 +35,8 @@ class RecurrentMemoryAttention(CausalMixer):
         y_t = softmax(q_t . [k of the segment up to t, m W_k]) [v, m W_v] W_o
         read = attention(m W_r, k, v) W_o;   m' = GRU(m, read)
 
-    The initial memory is learned. Time is O(T (S + M) D), memory O(T D), decode state
-    O((S + M) D).
+    The initial memory is learned. Segments of a packed document count from its start, and its
+    memory begins anew. Time is O(T (S + M) D), memory O(T D), decode state O((S + M) D).
 
     Args:
       in_features: D, number of features per token and per slot.
@@ -119,15 +120,60 @@ class RecurrentMemoryAttention(CausalMixer):
         places = jnp.arange(self.segment_size)
         query, key = (self._turned(p(tokens), places) for p in (self.query, self.key))
         value = self.value(tokens)
-        y = self._attended(self.query(tokens), query, key, value, memory, places)
+        seen = within(places + 1, self.segment_size)
+        y = self._attended(self.query(tokens), query, key, value, memory, seen)
         return self._updated(memory, key, value).astype(memory.dtype), y
 
     def _mix_all(self, x, lengths, segment_ids):
         sequence_parts.check_blocks("segments", self.segment_size, x.shape[1])
         time = x.shape[1]
+        if segment_ids is not None and time:
+            return self._mix_documents(x, jnp.asarray(segment_ids))
         # Causality: the tokens of x do not read the padding at the end.
         whole = jnp.pad(x, ((0, 0), (0, -time % self.segment_size), (0, 0)))
         return self.mix_segments(whole)[0][:, :time]
+
+    def _mix_documents(self, x, ids):
+        """Mixes packed documents, each with segments from its start on and with a new memory."""
+        if sequence_parts.current() is not None:
+            raise ValueError(
+                "segment_ids need whole rows, because a document begins a segment, got a part of a "
+                "row on each device; leave segment_ids out, or give each device whole rows"
+            )
+        batch, size, dtype = x.shape[0], self.segment_size, self._computed_in(x)
+        blocks = blocks_of(ids, size)
+        places = jnp.where(blocks.is_main, jnp.arange(blocks.token.shape[1])[None] % size, 0)
+        in_document = blocks.gather_ids(positions_from_segment_ids(ids))
+        tokens = (
+            blocks.gather(x.astype(dtype)),
+            blocks.gather_ids(ids),
+            blocks.is_main,
+            jnp.where(blocks.is_main, places, in_document),
+        )
+        number = blocks.first.shape[1]
+        shape = batch, number, size
+        by_segment = [jnp.moveaxis(t.reshape(*shape, *t.shape[2:]), 1, 0) for t in tokens]
+        begins = jnp.equal(blocks.first, jnp.arange(number, dtype=jnp.int32)[None]).T
+        first = self._first(batch, dtype)
+        inputs, first = mesh_axes.vary_alike(((*by_segment, begins), first))
+
+        @jax.checkpoint
+        def segment(memory, inputs):
+            """Other documents than the main one of a segment are whole, and keep no memory."""
+            tokens, ids, is_main, places, begins = inputs
+            memory = jnp.where(begins[:, None, None], first, memory)
+            query, key = (self._turned(p(tokens), places) for p in (self.query, self.key))
+            value = self.value(tokens)
+            slots = jnp.concatenate([memory, first], 1)
+            of_memory = jnp.arange(slots.shape[1])[None, None] < self.num_slots
+            seen = (ids[:, None] == ids[..., None]) & jnp.tri(size, dtype=bool)[None]
+            y = self._attended(
+                self.query(tokens), query, key, value, slots, seen, is_main[..., None] == of_memory
+            )
+            return self._updated(memory, key, value).astype(memory.dtype), y
+
+        _, y = lax.scan(segment, first, inputs)
+        return blocks.gather_back(jnp.moveaxis(y, 0, 1).reshape(batch, number * size, x.shape[2]))
 
     def _empty(self, batch, max_length, dtype):
         slots, bound = bounded(self.segment_size, max_length)
@@ -153,7 +199,8 @@ class RecurrentMemoryAttention(CausalMixer):
             here = (slots == place) & valid[:, None]
             keys = jnp.where(here[..., None, None], key, keys)
             values = jnp.where(here[..., None, None], self.value(token), values)
-            y = self._attended(self.query(token), query, keys, values, memory, place)
+            seen = within(place + 1, keys.shape[1])
+            y = self._attended(self.query(token), query, keys, values, memory, seen)
             ends = valid & (place[:, 0] == self.segment_size - 1)
             after = self._updated(memory, keys, values).astype(memory.dtype)
             memory = jnp.where(ends[:, None, None], after, memory)
@@ -174,15 +221,20 @@ class RecurrentMemoryAttention(CausalMixer):
             return heads
         return self.rotary(heads, jnp.broadcast_to(places, heads.shape[:2]))
 
-    def _attended(self, unturned, query, key, value, memory, places):
-        """Outputs `(B, T, D)` of tokens at `places`, from the segment's keys and values."""
-        seen = within(places + 1, key.shape[1])
+    def _attended(self, unturned, query, key, value, memory, seen, slots_seen=None):
+        """Outputs `(B, T, D)` of tokens, from the segment's keys and values.
+
+        `seen`, bool `(T, S)` or `(B, T, S)`, are the keys that each token reads, and `slots_seen`,
+        `(B, T, M)`, the slots; None for all.
+        """
         near = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=self._wide(key))
-        seen = seen if seen.ndim == 2 else seen[:, None]
+        seen = seen[None, None] if seen.ndim == 2 else seen[:, None]
         near = jnp.where(seen, near, dtypes.lowest(near.dtype))
         far = jnp.einsum(
             "btnh,bsnh->bnts", unturned, self.key(memory), preferred_element_type=near.dtype
         )
+        if slots_seen is not None:
+            far = jnp.where(slots_seen[:, None], far, dtypes.lowest(far.dtype))
         weights = jax.nn.softmax(jnp.concatenate([near, far], -1) * self.head_dim**-0.5, -1)
         values = jnp.concatenate([value, self.value(memory)], 1)
         return self.out(jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), values))

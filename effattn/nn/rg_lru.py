@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
+from effattn.cores import sequence_parts
 from effattn.functional.rg_lru import SHARPNESS, rg_lru
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
@@ -31,6 +33,8 @@ class RGLRU(RecurrentMixer):
       head_dim: size of a block; the recurrence has N times `head_dim` features. Default D / N. The
         paper has 4 D / 3 features.
       convolution_width: width of the short convolution, in tokens.
+      first_in_full: whether the first token of each document enters the state in full, without the
+        factor sqrt(1 - a_t^2) of `effattn.rg_lru`, as in RecurrentGemma.
       **options: see `effattn.nn.options.Projected`.
     """
 
@@ -44,11 +48,13 @@ class RGLRU(RecurrentMixer):
         *,
         head_dim: int | None = None,
         convolution_width: int = 4,
+        first_in_full: bool = False,
         **options: Unpack[Projected],
     ):
         super().__init__(in_features, **options)
         self.num_heads = num_heads
         self.head_dim = head_size(in_features, num_heads, head_dim)
+        self.first_in_full = first_in_full
         width = checks.at_least("convolution_width", convolution_width, 1, "tokens")
         make, inner = Layers(**options), num_heads * self.head_dim
         self.project = make.linear(in_features, inner, use_bias=True)
@@ -67,28 +73,47 @@ class RGLRU(RecurrentMixer):
         return weights, make.drawn(nnx.initializers.zeros, *shape[:2], **axes("heads", None))
 
     def _mix(self, x, state, lengths, segment_ids):
-        h, last = (None, None) if state is None else state
+        h, last, *begun = (None, None) if state is None else state
         if last is None:
             last = self.convolution.init_state(len(x), x.dtype)
         u, last = convolved(self.convolution, self.project(x), last, lengths, segment_ids)
-        wide = dtypes.wide(u.dtype)
+        log_decay = -jax.nn.softplus(self.rate[...].astype(dtypes.wide(u.dtype)))
+        recurrence_gate = self._gate(u, self.recurrence_gate, self.recurrence_bias)
+        input_gate = self._gate(u, self.input_gate, self.input_bias)
+        if self.first_in_full:
+            is_first = sequence_parts.positions(x.shape[1], segment_ids) == 0
+            is_first = jnp.broadcast_to(is_first, x.shape[:2])
+            if begun:
+                is_first &= ~begun[0][:, None]
+            u = _in_full(u, recurrence_gate, log_decay, is_first)
         mixed, h = rg_lru(
             u,
-            self._gate(u, self.recurrence_gate, self.recurrence_bias),
-            self._gate(u, self.input_gate, self.input_bias),
-            log_decay=-jax.nn.softplus(self.rate[...].astype(wide)),
+            recurrence_gate,
+            input_gate,
+            log_decay=log_decay,
             lengths=lengths,
             segment_ids=segment_ids,
             initial_state=h,
             return_state=True,
         )
-        return self.out(jax.nn.gelu(self.gate(x)) * mixed), (h, last)
+        y = self.out(jax.nn.gelu(self.gate(x)) * mixed)
+        if not self.first_in_full:
+            return y, (h, last)
+        reads = jnp.full(x.shape[:1], x.shape[1] > 0) if lengths is None else lengths > 0
+        return y, (h, last, begun[0] | reads if begun else reads)
 
     def _gate(self, u, weights, bias):
         heads = u.reshape(*u.shape[:2], self.num_heads, self.head_dim)
         weights, bias = weights[...].astype(u.dtype), bias[...].astype(u.dtype)
         logits = jnp.einsum("btnh,nhg->btng", heads, weights) + bias[None, None]
         return jax.nn.sigmoid(logits).reshape(u.shape)
+
+
+def _in_full(x, recurrence_gate, log_decay, is_first):
+    """x `(B, T, D)` without the factor sqrt(1 - a^2) of the recurrence at the first tokens."""
+    room = -jnp.expm1(2 * SHARPNESS * recurrence_gate.astype(log_decay.dtype) * lead(log_decay, 3))
+    scaled = is_first[..., None] & (room > 0)
+    return (x * jax.lax.rsqrt(jnp.where(scaled, room, 1))).astype(x.dtype)
 
 
 def _rate_init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -183,6 +183,7 @@ class Synthesizer(CachedMixer):
             of_call = {
                 "is_causal": self.is_causal,
                 "query_offset": options.get("query_offset", 0),
+                "segment_ids": options.get("segment_ids"),
                 "lengths": options.get("key_value_seq_lengths"),
             }
             logits = own["coarse"], own["fine"]
@@ -190,7 +191,10 @@ class Synthesizer(CachedMixer):
         else:
             # With the tokens in parts, each device has the rows and columns of all tokens.
             bias = rows(self.table, None, 2)
-            if of_queries is None:
+            if of_keys is not None:
+                bias = jnp.moveaxis(bias[:, of_queries[..., None], of_keys[:, None]], 0, 1)
+                own_tokens = keys
+            elif of_queries is None:
                 bias = jax.lax.slice_in_dim(bias, 0, bias.shape[2], axis=1)
                 own_tokens = keys
             else:

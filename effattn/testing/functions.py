@@ -207,7 +207,7 @@ def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str
     if subject.has("lengths"):
         known["query_seq_lengths"] = of_rows(st.integers(0, queries))
         known["key_value_seq_lengths"] = of_rows(st.integers(0, keys))
-    if subject.has("segments") and takes_segments(subject, extent):
+    if subject.has("segments") and takes_segments(subject, extent, queries == keys):
         known["segment_ids"] = of_rows(packings(keys))
         if queries != keys:
             known["segment_ids"] = (of_rows(packings(queries)), known["segment_ids"])
@@ -226,9 +226,11 @@ def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str
     return known
 
 
-def takes_segments(subject: Subject, extent: Extent) -> bool:
+def takes_segments(subject: Subject, extent: Extent, is_self: bool = True) -> bool:
     """Returns whether `segment_ids` go with the other options of an extent."""
     with_state = subject.has("state") and not subject.case.state_and_segments
+    if not (is_self or subject.case.cross_and_segments):
+        return False
     return extent.is_causal or not with_state
 
 
@@ -247,7 +249,7 @@ def neutral(subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
     if subject.has("lengths"):
         known["query_seq_lengths"] = np.full(batch, queries, np.int32)
         known["key_value_seq_lengths"] = np.full(batch, keys, np.int32)
-    if subject.has("segments") and takes_segments(subject, extent):
+    if subject.has("segments") and takes_segments(subject, extent, queries == keys):
         ids = (np.ones((*batch, length), np.int32) for length in (queries, keys))
         known["segment_ids"] = next(ids) if queries == keys else tuple(ids)
     if subject.has("offset"):

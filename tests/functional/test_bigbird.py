@@ -238,3 +238,34 @@ def arguments(**given):
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+PACKED = np.repeat([5, 1, 2, 7, 3], [9, 1, 2, 13, 5])[None]
+TABLE = np.array([[2], [3], [0], [1], [6], [4], [5], [7]])
+
+
+@pytest.mark.parametrize(
+    "attend, is_causal",
+    [
+        (functools.partial(bigbird_attention, num_random_blocks=1, seed=3), True),
+        (
+            functools.partial(bigbird_attention, num_global_blocks=(1, 1), random_blocks=TABLE),
+            False,
+        ),
+        (functools.partial(block_sparse_attention, block_mask=lambda m, n: (m + n) % 3 > 0), False),
+    ],
+    ids=["drawn", "table", "rule"],
+)
+def test_packed_documents_have_the_blocks_that_they_have_alone(attend, is_causal):
+    """Documents of one token, of less than a block and of several blocks."""
+    arrays = {name: x[:1] for name, x in draw(LENGTH, LENGTH).items()}
+
+    @jax.jit
+    def run(arrays, **packing):
+        return attend(**arrays, block_size=SIZE, is_causal=is_causal, **packing)
+
+    packed = run(arrays, segment_ids=PACKED)
+    for document in np.unique(PACKED):
+        at = PACKED[0] == document
+        alone = run({name: x[:, at] for name, x in arrays.items()})
+        np.testing.assert_allclose(packed[:, at], alone, rtol=1e-12, atol=1e-12)

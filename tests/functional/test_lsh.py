@@ -13,7 +13,7 @@ import effattn
 from effattn import dot_product_attention, lsh_attention, lsh_rotations
 from effattn.cores import sorted_runs
 from effattn.functional import lsh as module
-from effattn.nn import LSHSelfAttention
+from effattn.nn import LSHSelfAttention, reformer_lsh_from_transformers
 from effattn.testing.functions import assert_close
 from tests.marks import slow
 
@@ -232,16 +232,15 @@ def test_it_agrees_with_transformers(case):
         arrays = {k.split("/", 1)[1]: golden[k] for k in golden.files if k.startswith(f"{case}/")}
     rotations = arrays["rotations"].transpose(0, 2, 1, 3)
     factors = tuple(arrays["factors"].tolist())
-    options = {"num_rounds": 1, "num_buckets": factors, "chunk_length": 6, "is_causal": False}
-    mixer = nnx.eval_shape(lambda: LSHSelfAttention(24, 4, **options, rngs=nnx.Rngs(0)))
-    for layer, name in (
-        (mixer.query_key, "query_key"),
-        (mixer.value, "value"),
-        (mixer.out, "dense"),
-    ):
-        kernel = arrays[f"parameter/{name}.weight"].T
-        layer.kernel.set_value(jnp.asarray(kernel.reshape(layer.kernel.shape)))
-    mixer.rotations.set_value(jnp.asarray(rotations))
+    layers = {"self_attention.query_key", "self_attention.value", "output.dense"}
+    mixer = reformer_lsh_from_transformers(
+        {f"{n}.weight": arrays[f"parameter/{n.split('.')[1]}.weight"] for n in layers},
+        num_heads=4,
+        num_buckets=factors,
+        chunk_length=6,
+        is_causal=False,
+        rotations=rotations,
+    )
 
     @jax.jit
     def with_gradient(x):

@@ -13,7 +13,7 @@ from effattn import dot_product_attention
 from effattn.analysis import cost
 from effattn.cores.segment_means import segment_means
 from effattn.functional.nystrom import nystrom_attention, pseudo_inverse
-from effattn.nn import SelfAttention
+from effattn.nn import SelfAttention, nystromformer_from_transformers
 from effattn.testing.functions import assert_close
 from effattn.xla.depthwise_convolution import convolve
 from tests.dense import draw
@@ -175,26 +175,6 @@ def test_a_module_learns_its_skip_kernel():
     assert (gradient != 0).all()
 
 
-def from_transformers(parameters, num_landmarks, heads=4):
-    """A mixer with the parameters of a layer of transformers: dense layers, and a convolution."""
-    kernel = nnx.Param(jnp.asarray(parameters["parameter/self.conv.weight"][:, 0, :, 0]))
-    options = {"num_landmarks": num_landmarks, "skip_kernel": kernel}
-    features = parameters["parameter/self.query.weight"].shape[1]
-    mixer = SelfAttention(
-        features, heads, "nystrom", is_causal=False, use_bias=True, rngs=nnx.Rngs(0), **options
-    )
-    for layer, name in (
-        (mixer.query, "self.query"),
-        (mixer.key, "self.key"),
-        (mixer.value, "self.value"),
-        (mixer.out, "output.dense"),
-    ):
-        weight, bias = (parameters[f"parameter/{name}.{kind}"] for kind in ("weight", "bias"))
-        layer.kernel[...] = weight.T.reshape(layer.kernel.shape)
-        layer.bias[...] = bias.reshape(layer.bias.shape)
-    return mixer
-
-
 @pytest.mark.parametrize("case", ["pairs", slow("long"), slow("one")])
 def test_it_agrees_with_transformers(case):
     """Outputs and gradients of `NystromformerAttention`, with its convolution (`tests/golden`).
@@ -212,7 +192,9 @@ def test_it_agrees_with_transformers(case):
         arrays[f"{case}/{name}"]
         for name in ("x", "cotangent", "output", "gradient", "num_landmarks")
     )
-    mixer = from_transformers(arrays, int(landmarks))
+    start = "parameter/"
+    parameters = {n.removeprefix(start): x for n, x in arrays.items() if n.startswith(start)}
+    mixer = nystromformer_from_transformers(parameters, num_heads=4, num_landmarks=int(landmarks))
 
     @jax.jit
     def with_gradient(mixer, x):

@@ -446,10 +446,6 @@ IDS = np.ones((2, 9), int)
             r"initial_state.values must be floating point of shape \(2, 6\), got .* \(2, 9, 6\)",
         ),
         (
-            lambda: effattn.attention_free(X, X, X, position_bias=FACTORS, segment_ids=IDS),
-            "segment_ids needs position_bias=None",
-        ),
-        (
             lambda: effattn.attention_free(X, X, X, return_state=True),
             "need is_causal=True and position_bias=None, .* got is_causal=False without",
         ),

@@ -76,6 +76,17 @@ CASES = {
         {**AFT, **draw(position_bias=(2, 5))},
         {**LENGTHS, "local_window_size": 2},
     ),
+    "aft_full packed": (effattn.attention_free, {**AFT, **FACTORS}, {**PACKED, "is_causal": True}),
+    "aft_local packed": (
+        effattn.attention_free,
+        {**AFT, **FACTORS},
+        {**PACKED, **LENGTHS, "local_window_size": 1},
+    ),
+    "aft_conv packed": (
+        effattn.attention_free,
+        {**AFT, **draw(position_bias=(2, 5))},
+        {**PACKED, "local_window_size": 2},
+    ),
     "s4d padded": (effattn.s4_convolution, {**S4D, **S4D_STATE}, {**LENGTHS, **STATE}),
     "s4d packed": (effattn.s4_convolution, S4D, {**PACKED, **STATE}),
     "h3 padded": (effattn.h3_mixing, H3, {**LENGTHS, **STATE}),
@@ -93,8 +104,10 @@ CASES = {
     ),
     "hyena": (effattn.hyena_convolution, HYENA, LENGTHS),
     "long_convolution": (effattn.long_convolution, LONG, {**LENGTHS, **SMOOTH}),
+    "hyena packed": (effattn.hyena_convolution, HYENA, PACKED),
     "gmlp": (effattn.spatial_gating, GMLP, {**LENGTHS, "is_causal": True}),
     "gmlp bidirectional": (effattn.spatial_gating, GMLP, LENGTHS),
+    "gmlp packed": (effattn.spatial_gating, GMLP, PACKED),
     "synthesizer": (effattn.synthesizer_attention, DENSE, OFFSET),
     "synthesizer_factorized": (
         effattn.factorized_synthesizer_attention,
@@ -102,6 +115,11 @@ CASES = {
         {**LENGTHS, **OFFSET},
     ),
     "synthesizer_factorized square": (effattn.factorized_synthesizer_attention, SQUARE, LENGTHS),
+    "synthesizer_factorized packed": (
+        effattn.factorized_synthesizer_attention,
+        SQUARE,
+        {**PACKED, "is_causal": True},
+    ),
     "fnet": (effattn.fourier_mixing, draw(x=(2, *TOKENS)), {"norm": "ortho"}),
 }
 QUICK = (

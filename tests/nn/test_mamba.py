@@ -1,6 +1,4 @@
-"""Mamba agrees with Hugging Face's transformers (`tests/golden`); its initial parameters."""
-
-import pathlib
+"""Mamba: groups, and its initial parameters."""
 
 import jax
 import numpy as np
@@ -9,48 +7,6 @@ from flax import nnx
 
 from effattn.nn import Mamba
 from tests.nn.build import filled, floats
-
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_mamba.npz"
-
-
-def from_transformers(arrays):
-    """A mixer with the parameters of a `MambaMixer`.
-
-    Both order the features of the projections x, z and d, B, C alike. Torch stores the outputs of a
-    linear layer first, and the width of a convolution last.
-    """
-    given = {k.removeprefix("parameter/"): v for k, v in arrays.items() if k.startswith("param")}
-    mixer = filled(lambda: Mamba(16, state_size=6, step_rank=3, rngs=nnx.Rngs(0)))
-    for parameter, array in (
-        (mixer.project.kernel, given.pop("in_proj.weight").T),
-        (mixer.convolution.taps, given.pop("conv1d.weight")[:, 0].T),
-        (mixer.convolution.bias, given.pop("conv1d.bias")),
-        (mixer.select.kernel, given.pop("x_proj.weight").T),
-        (mixer.step_projection.kernel, given.pop("dt_proj.weight").T),
-        (mixer.step_bias, given.pop("dt_proj.bias")),
-        (mixer.log_rate, given.pop("A_log")),
-        (mixer.skip, given.pop("D")),
-        (mixer.out.kernel, given.pop("out_proj.weight").T),
-    ):
-        assert parameter.shape == array.shape
-        parameter[...] = array
-    assert not given
-    return mixer
-
-
-def test_it_agrees_with_transformers():
-    with np.load(GOLDEN) as file:
-        arrays = dict(file)
-    mixer = from_transformers(arrays)
-
-    @jax.jit
-    def with_gradient(mixer, x, cotangent):
-        y, pull_back = jax.vjp(lambda x: mixer(x), x)
-        return y, pull_back(cotangent)[0]
-
-    y, gradient = with_gradient(mixer, arrays["x"], arrays["cotangent"])
-    np.testing.assert_allclose(y, arrays["output"], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(gradient, arrays["gradient"], rtol=1e-4, atol=1e-4)
 
 
 def test_groups_have_inputs_and_outputs_of_their_own():

@@ -123,7 +123,12 @@ SHARED = {
     "indexed": {"top_k": 7, "rotary": ROTARY},
     "talking_heads": {"num_softmaxes": 3, "rotary": ROTARY},
 }
-OF_DOCUMENTS = [name for name in STATES if "segments" in registry.get(name).capabilities]
+# A document begins a segment of recurrent memory, wherever it is in a row.
+OF_DOCUMENTS = [
+    name
+    for name in STATES
+    if "segments" in registry.get(name).capabilities and name != "recurrent_memory"
+]
 # Documents that end within a device and at its edge, that cover a device, and paddings.
 IDS = np.array(
     [

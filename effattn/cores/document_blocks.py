@@ -1,0 +1,218 @@
+"""Packed documents moved into blocks of tokens, such that each document begins a block."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from effattn.arrays import checks, mesh_axes
+from effattn.arrays.axes import lead
+from effattn.arrays.gathers import permute
+from effattn.arrays.segments import positions_from_segment_ids, within
+from effattn.cores import attention
+from effattn.patterns import Causal
+from effattn.patterns.layouts import BlockLayout
+
+
+class Blocks(NamedTuple):
+    """Places of the tokens of packed documents in n blocks of b tokens.
+
+    A block holds b tokens of one document, its *main* document, from a multiple of b on. A block
+    that the last tokens of its main document do not fill may also hold whole documents of fewer
+    than b tokens. Two neighbours hold more than b tokens, so there are fewer than 2 T / b + 1
+    blocks.
+
+    Attributes:
+      token: int32 `(*B, n b)`, the token at each place; any token at empty places.
+      is_token: bool `(*B, n b)`, False at empty places.
+      is_main: bool `(*B, n b)`, True at tokens of the main document.
+      place: int32 `(*B, T)`, the place of each token.
+      first, last: int32 `(*B, n)`, the first and last block of the main document of each block.
+      is_used: bool `(*B, n)`, False at blocks without tokens.
+    """
+
+    token: jax.Array
+    is_token: jax.Array
+    is_main: jax.Array
+    place: jax.Array
+    first: jax.Array
+    last: jax.Array
+    is_used: jax.Array
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Moves tokens `(*B, T, ...)` to their places `(*B, n b, ...)`."""
+        return mesh_axes.placed_like(x, permute, x, self.token, self.place)
+
+    def gather_back(self, x: jax.Array) -> jax.Array:
+        """Moves `(*B, n b, ...)` back to the tokens `(*B, T, ...)`."""
+
+        def move(x, is_token, place, token):
+            is_token = is_token.reshape(*is_token.shape, *[1] * (x.ndim - is_token.ndim))
+            return permute(jnp.where(is_token, x, 0), place, token)
+
+        return mesh_axes.placed_like(x, move, x, self.is_token, self.place, self.token)
+
+    def gather_ids(self, ids: jax.Array) -> jax.Array:
+        """Moves ids `(*B, T)` to their places; 0 at empty places."""
+        moved = jnp.take_along_axis(ids, self.token, -1, mode="clip")
+        return jnp.where(self.is_token, moved, 0)
+
+
+def number_of_blocks(length: int, size: int) -> int:
+    """The largest number of blocks of `size` tokens for documents in `length` tokens."""
+    return max(2 * ((length - 1) // (size + 1)) + 1, 2 * (length // (size + 1)))
+
+
+def blocks_of(segment_ids: jax.Array, size: int) -> Blocks:
+    """Blocks of `size` tokens for the documents of `segment_ids (*B, T)`, T at least 1."""
+    of_rows: Any = functools.partial(_of_row, size=size)
+    for _ in range(segment_ids.ndim - 1):
+        of_rows = jax.vmap(of_rows)
+    spec = PartitionSpec(*mesh_axes.spec(segment_ids)[:-1], None)
+    found = mesh_axes.placed(of_rows, segment_ids, *[spec] * len(Blocks._fields))(segment_ids)
+    return Blocks(*found)
+
+
+def _of_row(ids, size):
+    length = len(ids)
+    count = number_of_blocks(length, size)
+    token = jnp.arange(length, dtype=jnp.int32)
+    start = token - positions_from_segment_ids(ids)
+    is_last = jnp.append(ids[1:] != ids[:-1], True)
+    end = jax.lax.cummin(jnp.where(is_last, token + 1, length), reverse=True)
+    # The block that begins at a token ends after `size` tokens of its document, or before the first
+    # document that does not fit.
+    later = jnp.minimum(token + size, length)
+    whole = jnp.append(start, length)[later]
+    following = jnp.append(jnp.where(end >= token + size, later, whole), length)
+
+    # The first tokens of blocks, by steps of 1, 2, 4, ... blocks.
+    number, at = jnp.arange(count + 1), jnp.zeros(count + 1, jnp.int32)
+    for bit in range(math.ceil(math.log2(count + 1))):
+        at = jnp.where(number >> bit & 1, following[at], at)
+        following = following[following]
+
+    begin, until = at[:-1], at[1:]
+    block = jnp.searchsorted(begin, token, side="right").astype(jnp.int32) - 1
+    block = jnp.minimum(block, jnp.sum(begin < length).astype(jnp.int32) - 1)
+    inside = jnp.arange(size, dtype=jnp.int32)
+    own = begin[:, None] + inside[None]
+    of_main = jnp.minimum(begin, length - 1)
+    own_token = jnp.minimum(own, length - 1)
+    is_token = own < until[:, None]
+    blocks = Blocks(
+        token=own_token.reshape(-1),
+        is_token=is_token.reshape(-1),
+        is_main=(is_token & (start[own_token] == start[of_main][:, None])).reshape(-1),
+        place=block * size + token - begin[block],
+        first=block[start[of_main]],
+        last=block[end[of_main] - 1],
+        is_used=begin < length,
+    )
+    return tuple(blocks)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    given: attention.Arguments,
+    size: int,
+    allowed: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    first_block: jax.Array | np.ndarray | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over pairs of blocks of each document.
+
+    Time O(b (H + Hv)) for each token and each pair of blocks that it reads; memory O(T), and a flag
+    for each pair of blocks in a row.
+
+    Args:
+      query: `(*B, T, N, H)`.
+      key: `(*B, T, K, H)`.
+      value: `(*B, T, K, Hv)`.
+      given: the checked arguments, with segment ids that queries and keys share.
+      size: b, tokens in a block.
+      allowed: `(m, n, blocks) -> bool (*B, #K, n, n)`: whether queries of block m of a document
+        attend to its block n, if it has so many blocks with keys; all are int32, `(*B, 1, n, 1)`,
+        `(*B, 1, 1, n)` and `(*B, 1, n, 1)`.
+      first_block: bool `(#K)`, whether the first block of a document attends to itself. None means
+        that all blocks attend to themselves.
+    """
+    assert given.segments is not None
+    ids, length = given.segments[0], query.shape[-3]
+    blocks = blocks_of(ids, size)
+    moved = tuple(
+        blocks.gather_ids(ids if lengths is None else jnp.where(within(lengths, length), ids, 0))
+        for lengths in (given.query_lengths, given.key_lengths)
+    )
+    m, number = _numbers(blocks, moved[1], size)
+    by_row, by_column = (lambda x: x[..., None, :, None]), (lambda x: x[..., None, None, :])
+    first = jnp.where(blocks.is_used, blocks.first, -1)
+    is_pair = (by_row(first) == by_column(first)) & by_row(blocks.is_used)
+    is_pair &= allowed(by_row(m), by_column(m), by_row(number))
+    own = lead(jnp.arange(m.shape[-1], dtype=jnp.int32), m.ndim)
+    places = blocks.token.shape[-1]
+    needs_positions = given.score_mod is not None or given.dropout_rate
+    of_blocks = dataclasses.replace(
+        given,
+        is_causal=False,
+        query_lengths=None,
+        key_lengths=None,
+        positions=(blocks.token, blocks.token) if needs_positions else None,
+    )
+    query, key, value = map(blocks.gather, (query, key, value))
+    of_queries, of_keys = moved
+
+    def over(is_pair, is_kept):
+        """Attends over pairs of blocks, from and to the tokens that are kept."""
+        full, rule = None, None
+        if given.is_causal:
+            full, rule = is_pair & (by_column(own) < by_row(own)), Causal()
+            is_pair = is_pair & (by_column(own) <= by_row(own))
+        layout = BlockLayout.from_block_mask(
+            is_pair, tile=(size, size), lengths=(places, places), full=full
+        )
+        segments = jnp.where(is_kept, of_queries, 0), jnp.where(is_kept, of_keys, 0)
+        part = dataclasses.replace(of_blocks, pattern=rule, layout=layout, segments=segments)
+        return attention.attend(query, key, value, part)
+
+    if first_block is None:
+        out, lse = over(is_pair, blocks.is_token)
+    else:
+        # Documents that share a block with the main document of the block are their first block.
+        is_main = blocks.is_main[..., None]
+        other = (by_row(own) == by_column(own)) & jnp.asarray(first_block)[:, None, None]
+        other = jnp.broadcast_to(other, jnp.broadcast_shapes(other.shape, is_pair.shape))
+        out_of_main, lse_of_main = over(is_pair, blocks.is_main)
+        out, lse = over(other, ~blocks.is_main)
+        out = jnp.where(is_main[..., None], out_of_main, out)
+        lse = jnp.where(is_main, lse_of_main, lse)
+    return blocks.gather_back(out), blocks.gather_back(lse)
+
+
+def _numbers(blocks, key_ids, size):
+    """The number of each block in its main document, and of the blocks there that have keys."""
+    own = jnp.arange(blocks.first.shape[-1], dtype=jnp.int32)
+    is_key = (blocks.is_main & (key_ids != 0)).reshape(*blocks.first.shape, size)
+    so_far = jnp.cumsum(is_key.any(-1), -1, dtype=jnp.int32)
+    before = jnp.pad(so_far, [*[(0, 0)] * (so_far.ndim - 1), (1, 0)])
+    at_last, at_first = (
+        jnp.take_along_axis(x, at, -1, mode="clip")
+        for x, at in ((so_far, blocks.last), (before, blocks.first))
+    )
+    return lead(own, blocks.first.ndim) - blocks.first, at_last - at_first
+
+
+def one_array(segment_ids: Any, batch: tuple[int, ...]) -> None:
+    """Raises `ValueError` if segment ids are a pair for queries and keys."""
+    if checks.is_pair(segment_ids, batch):
+        raise ValueError(
+            "segment_ids must be one array (*B, T), because queries and keys are in the same "
+            f"blocks, got a pair of {len(segment_ids)} arrays; pass the ids of the tokens once"
+        )

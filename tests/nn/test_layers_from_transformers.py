@@ -1,0 +1,175 @@
+"""Pretrained layers agree with Hugging Face's transformers (`tests/golden`), and decode alike."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effattn import nn
+from tests.marks import slow
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+
+
+@functools.cache
+def golden(file, case=""):
+    """Parameters of a case, and its other arrays."""
+    start = f"{case}/" if case else ""
+    with np.load(GOLDEN / f"{file}.npz") as arrays:
+        found = {n.removeprefix(start): arrays[n] for n in arrays.files if n.startswith(start)}
+    of_layer = "parameter/"
+    parameters = {n.removeprefix(of_layer): x for n, x in found.items() if n.startswith(of_layer)}
+    return parameters, {n: x for n, x in found.items() if n not in parameters}
+
+
+def loader(name, **options):
+    """A loader with the options of its case."""
+    return functools.partial(getattr(nn, f"{name}_from_transformers"), **options)
+
+
+LATENT = loader("latent", num_heads=2, head_dim=6)
+LOCAL = loader("reformer_local", num_heads=2, chunk_length=3)
+# For each case, the loader, and the golden file with its case.
+DECODING = {
+    "mamba": (loader("mamba"), "transformers_mamba", ""),
+    "mamba2 of one group": (loader("mamba2", num_groups=1), "transformers_mamba2", "one_group"),
+    "mamba2": (loader("mamba2", num_groups=2), "transformers_mamba2", "two_groups"),
+    "rwkv4": (loader("rwkv4"), "transformers_rwkv", "time"),
+    "rwkv4 channels": (loader("rwkv4_channel_mix"), "transformers_rwkv", "channel"),
+    "gated delta": (loader("gated_delta_net", num_key_heads=2), "layers", "qwen3_next"),
+    "rg_lru": (loader("rg_lru"), "layers", "recurrent_gemma"),
+    "latent": (LATENT, "layers", "deepseek_v2"),
+    "latent of queries": (LATENT, "layers", "deepseek_v2_query_rank"),
+    "reformer local": (LOCAL, "layers", "reformer_local"),
+}
+SLOW = "mamba2 of one group", "rwkv4 channels", "latent"
+
+
+@jax.jit
+def run(layer, arrays):
+    """Output and gradient of whole rows, and the output of decoding in parts."""
+    x = arrays["x"]
+    y, pull_back = jax.vjp(lambda x: layer(x), x)
+    is_mixer = hasattr(layer, "step")
+    state, parts = layer.init_state(len(x), *([x.shape[1]] if is_mixer else [])), []
+    for part in (x[:, :5], x[:, 5:6], x[:, 6:]):
+        part, state = layer.extend(part, state)
+        parts.append(part)
+    gradient = pull_back(arrays["cotangent"])[0] if "cotangent" in arrays else None
+    return y, jnp.concatenate(parts, 1), gradient
+
+
+@pytest.mark.parametrize("name", [slow(n) if n in SLOW else n for n in DECODING])
+def test_layers_agree_with_transformers_and_decode(name):
+    load, file, case = DECODING[name]
+    parameters, arrays = golden(file, case)
+    y, decoded, gradient = run(load(parameters), arrays)
+    np.testing.assert_allclose(y, arrays["output"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(decoded, arrays["output"], rtol=1e-4, atol=1e-4)
+    if gradient is not None:
+        np.testing.assert_allclose(gradient, arrays["gradient"], rtol=1e-4, atol=1e-4)
+
+
+def test_fnet_agrees_with_transformers():
+    _, arrays = golden("transformers_fnet")
+    norm = {"output.LayerNorm.weight": np.ones(24), "output.LayerNorm.bias": np.zeros(24)}
+    mixer = nn.fnet_from_transformers(
+        {f"fourier.{n}": x for n, x in norm.items()}, prefix="fourier."
+    )
+    np.testing.assert_allclose(mixer(arrays["x"]), arrays["output"], rtol=1e-4, atol=1e-4)
+
+
+def test_the_first_token_of_each_document_enters_in_full():
+    parameters, arrays = golden("layers", "recurrent_gemma")
+    mixer, x = nn.rg_lru_from_transformers(parameters), arrays["x"][:, :7]
+    packed = np.concatenate([x, x], 1)
+    ids = np.repeat([[3, 5]], 2, 0).repeat(7, 1)
+    y = jax.jit(lambda x: mixer(x, segment_ids=ids))(packed)
+    np.testing.assert_allclose(y[:, :7], arrays["output"][:, :7], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(y[:, 7:], arrays["output"][:, :7], rtol=1e-4, atol=1e-4)
+
+
+def test_the_scale_of_latent_attention_is_part_of_the_queries():
+    parameters, _ = golden("layers", "deepseek_v2")
+    ours, other = LATENT(parameters), LATENT(parameters, scale=2 * 10**-0.5)
+    np.testing.assert_allclose(other.query.kernel[...], 2 * ours.query.kernel[...], rtol=1e-6)
+
+
+def changed(file, case="", **changes):
+    """The parameters of a case with other entries; None leaves an entry out."""
+    parameters = {**golden(file, case)[0], **changes}
+    return {name: array for name, array in parameters.items() if array is not None}
+
+
+def of_layer(name):
+    return lambda **changes: DECODING[name][0](changed(*DECODING[name][1:], **changes))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: of_layer("mamba")(D=None, E=np.zeros(3)),
+            "prefix '' must lead to the arrays of one layer, A_log, .*missing: D; unexpected: E$",
+        ),
+        (
+            lambda: of_layer("mamba")(**{"x_proj.weight": np.zeros((3, 32))}),
+            r"x_proj.weight must have shape \(15, 32\), got \(3, 32\)",
+        ),
+        (
+            lambda: of_layer("mamba2")(A_log=np.zeros((4, 1))),
+            r"A_log must have 1 axes, got the shape \(4, 1\)",
+        ),
+        (
+            lambda: nn.mamba2_from_transformers(
+                golden("transformers_mamba2", "two_groups")[0], num_groups=3
+            ),
+            "num_groups must divide the 4 heads.* got 3; pass n_groups",
+        ),
+        (
+            lambda: of_layer("rwkv4")(**{"key.weight": np.zeros((48, 24))}),
+            r"key.weight must be square, .*got \(48, 24\)",
+        ),
+        (
+            lambda: of_layer("rwkv4 channels")(**{"time_mix_key": np.zeros(24)}),
+            r"time_mix_key must have shape \(1, 1, 24\), got \(24,\)",
+        ),
+        (
+            lambda: nn.gated_delta_net_from_transformers(
+                golden("layers", "qwen3_next")[0], num_key_heads=3
+            ),
+            "num_key_heads must divide the 4 value heads.* got 3; pass linear_num_key_heads",
+        ),
+        (
+            lambda: of_layer("rg_lru")(**{"rg_lru.recurrent_param": np.zeros(5)}),
+            r"rg_lru.recurrent_param must have shape \(12,\), got \(5,\)",
+        ),
+        (
+            lambda: of_layer("latent")(**{"o_proj.bias": np.zeros(16)}),
+            "unexpected: o_proj.bias",
+        ),
+        (
+            lambda: nn.latent_from_transformers(
+                golden("layers", "deepseek_v2")[0], num_heads=3, head_dim=6
+            ),
+            "num_heads must divide the 10 features of o_proj.weight, got 3",
+        ),
+        (
+            lambda: nn.reformer_local_from_transformers(
+                golden("layers", "reformer_local")[0], num_heads=5
+            ),
+            "num_heads must divide the layer's 12 features, got 5",
+        ),
+        (
+            lambda: nn.nystromformer_from_transformers({"layer.1.self.key.bias": 0}, num_heads=4),
+            "missing: output.dense.bias",
+        ),
+        (lambda: nn.fnet_from_transformers({}), "missing: output.LayerNorm.bias"),
+    ],
+)
+def test_entries_and_sizes_that_do_not_fit_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

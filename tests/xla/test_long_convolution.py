@@ -1,0 +1,20 @@
+"""Long convolutions of packed documents."""
+
+import jax
+import numpy as np
+
+from effattn.xla.long_convolution import long_convolution
+
+
+def test_packed_documents_are_convolved_one_by_one():
+    """Documents shorter and longer than the blocks that a matrix product convolves."""
+    borders = [0, 3, 4, 60, 110, 130]
+    rng = np.random.default_rng(0)
+    x, taps = rng.normal(size=(1, 130, 2)), rng.normal(size=(70, 2))
+    ids = np.repeat(np.arange(1, 6), np.diff(borders))[None]
+    with jax.enable_x64(True):
+        packed = jax.jit(long_convolution)(x, taps, ids)
+    for start, stop in zip(borders, borders[1:], strict=False):
+        for feature in range(2):
+            alone = np.convolve(x[0, start:stop, feature], taps[:, feature])[: stop - start]
+            np.testing.assert_allclose(packed[0, start:stop, feature], alone, atol=1e-12)
