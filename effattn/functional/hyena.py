@@ -81,7 +81,7 @@ def hyena_convolution(
         skip = checks.shaped("skip", skip, (order, features))
     z = value
     for n in range(order):
-        convolved = long_convolution(z, filters[n], ids)
+        convolved = long_convolution(z, filters[n], segment_ids=ids)
         z = gated(gates[n], convolved, z, None if skip is None else skip[n])
     return z
 

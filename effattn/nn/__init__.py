@@ -73,8 +73,8 @@ from effattn.nn.lsh import LSHSelfAttention
 from effattn.nn.lstm import LSTM
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
-from effattn.nn.mesa import MesaNet
 from effattn.nn.mamba3 import Mamba3
+from effattn.nn.mesa import MesaNet
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.mlstm import MLSTM
 from effattn.nn.native_sparse import NativeSparseSelfAttention

@@ -10,13 +10,14 @@ from effattn.arrays.axes import lead
 # The largest half of a block of packed tokens that is convolved by a matrix product.
 _BY_PRODUCT = 16
 
-def long_convolution(x: jax.Array, filter: jax.Array, later: jax.Array | None = None) -> jax.Array:
-    """Convolution of each feature: y_t = sum_(s <= t) filter_(t - s) * x_s, causal without `later`.
 
 def long_convolution(
-    x: jax.Array, filter: jax.Array, segment_ids: jax.Array | None = None
+    x: jax.Array,
+    filter: jax.Array,
+    later: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal convolution of each feature: y_t = sum_(s <= t) filter_(t - s) * x_s.
+    """Convolution of each feature: y_t = sum_(s <= t) filter_(t - s) * x_s, causal without `later`.
 
     With `later`, tokens after t add sum_(s > t) later_(s - t - 1) * x_s. All inputs are
     zero-padded, so that the convolution does not wrap around. Time is O(T D log T), memory O(T D).
@@ -35,7 +36,12 @@ def long_convolution(
       `(*B, T, D)` in the promoted dtype of both, at least float32.
     """
     if segment_ids is not None:
-        return _within_documents(x, filter, segment_ids)
+        y = _within_documents(x, filter, segment_ids)
+        if later is None:
+            return y
+        backward, ids = jnp.flip(x, -2), jnp.flip(segment_ids, -1)
+        of_later = _within_documents(backward, jnp.pad(later, ((1, 0), (0, 0))), ids)
+        return y + jnp.flip(of_later, -2)
     # Imported on first use: the import takes as long as that of all of effattn.
     from scipy.fft import next_fast_len
 
