@@ -11,11 +11,11 @@ from effattn.arrays.axes import lead
 from effattn.cores import sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Direction, Lengths, declared
+from effattn.options import Direction, Lengths, Packing, declared
 from effattn.xla.long_convolution import long_convolution as convolved
 
 
-class Options(Direction, Lengths, total=False):
+class Options(Direction, Lengths, Packing, total=False):
     """The shared options of `long_convolution`."""
 
 
@@ -59,7 +59,7 @@ def long_convolution(
 
     Taps outside of K count as zeros in the average. A bidirectional convolution has two filters,
     for tokens at or before t and for tokens after t. Time is O(T D log T) by Fourier transforms,
-    memory O(T D).
+    with `segment_ids` O(T D log^2 T); memory is O(T D).
 
     Args:
       x: `(B, T, D)`.
@@ -68,7 +68,7 @@ def long_convolution(
       skip: d, `(D,)`, or None for no skip term.
       threshold: lambda, 0 or more: taps shrink by it, and smaller taps are zero.
       smoothing: w; 0 is no average.
-      **options: direction and lengths: see `effattn.options`.
+      **options: direction, lengths and packing: see `effattn.options`.
 
     Returns:
       `(B, T, D)` in the dtype of `x`; convolved in at least float32. Later tokens change earlier
@@ -83,7 +83,9 @@ def long_convolution(
     _, time, features = x.shape
     is_causal = options.get("is_causal", False)
     taps = regularized(_checked(filter, is_causal, time, features), threshold, smoothing)
-    y = convolved(x, taps) if is_causal else convolved(x, taps[0], taps[1])
+    ids = options.get("segment_ids")
+    ids = None if ids is None else jnp.asarray(ids)
+    y = convolved(x, *([taps] if is_causal else taps), segment_ids=ids)
     if skip is not None:
         weight = checks.shaped("skip", skip, (features,)).astype(y.dtype)
         y = y + dtypes.product(lead(weight, 3), x)
@@ -133,8 +135,7 @@ registry.register(
         paper="Fu et al. 2023, Simple Hardware-Efficient Long Convolutions for Sequence Modeling",
         function=long_convolution,
         takes_heads=False,
-        capabilities=frozenset({"causal", "bidirectional", "lengths", "decode"}),
-        reasons={"segments": "a Fourier transform convolves across the borders of documents"},
+        capabilities=frozenset({"causal", "bidirectional", "lengths", "segments", "decode"}),
         builder="effattn.nn.long_convolution:LongConvolution",
         complexity="O(N log N D), O(N D) a step",
         time_exponent=1.0,

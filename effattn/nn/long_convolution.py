@@ -74,6 +74,7 @@ class LongConvolution(CachedMixer):
             smoothing=self.smoothing,
             is_causal=self.is_causal,
             lengths=lengths,
+            segment_ids=segment_ids,
         )
         return self._finish(y)
 

@@ -104,6 +104,7 @@ CASES = {
     ),
     "hyena": (effattn.hyena_convolution, HYENA, LENGTHS),
     "long_convolution": (effattn.long_convolution, LONG, {**LENGTHS, **SMOOTH}),
+    "long_convolution packed": (effattn.long_convolution, LONG, {**PACKED, **SMOOTH}),
     "hyena packed": (effattn.hyena_convolution, HYENA, PACKED),
     "gmlp": (effattn.spatial_gating, GMLP, {**LENGTHS, "is_causal": True}),
     "gmlp bidirectional": (effattn.spatial_gating, GMLP, LENGTHS),
