@@ -85,7 +85,8 @@ def long_convolution(
     taps = regularized(_checked(filter, is_causal, time, features), threshold, smoothing)
     ids = options.get("segment_ids")
     ids = None if ids is None else jnp.asarray(ids)
-    y = convolved(x, *([taps] if is_causal else taps), segment_ids=ids)
+    earlier, later = (taps, None) if is_causal else (taps[0], taps[1])
+    y = convolved(x, earlier, later, ids)
     if skip is not None:
         weight = checks.shaped("skip", skip, (features,)).astype(y.dtype)
         y = y + dtypes.product(lead(weight, 3), x)
