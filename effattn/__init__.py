@@ -51,6 +51,7 @@ from effattn.functional.log_linear import LogLinearState, log_linear_attention  
 from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  # isort: skip
 from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip
 from effattn.functional.mesa import MesaState, mesa_attention  # isort: skip
+from effattn.functional.ttt_linear import TTTState, ttt_linear_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -117,6 +118,7 @@ __all__ = [
     "MLSTMState",
     "MesaState",
     "PerformerState",
+    "TTTState",
     "additive_attention",
     "advise",
     "analysis",
@@ -191,6 +193,7 @@ __all__ = [
     "synthesizer_attention",
     "talking_heads_attention",
     "testing",
+    "ttt_linear_attention",
     "tune",
 ]
 

@@ -79,6 +79,13 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "log_decay": _DECAY,
         "regulariser": "jnp.ones((N, H))",
     },
+    "ttt_linear": {
+        "rate": f"{_STRENGTH} / H",
+        "initial_weights": f"{_normal(2, 'N, H, H')} / H**0.5",
+        "initial_bias": "jnp.zeros((N, H))",
+        "norm_scale": "jnp.ones((N, H))",
+        "norm_bias": "jnp.zeros((N, H))",
+    },
     "rwkv7": {
         "log_decay": _DECAYS,
         "removal_key": _UNIT_KEY,

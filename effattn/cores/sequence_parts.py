@@ -88,6 +88,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "RoutingSelfAttention",
                 "SelfAttention",
                 "Synthesizer",
+                "TTTLinear",
             }
         ),
         "share_keys": frozenset(

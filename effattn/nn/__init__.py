@@ -85,6 +85,7 @@ from effattn.nn.slstm import SLSTM
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.talking_heads import TalkingHeadsAttention
 from effattn.nn.transformer import Transformer, TransformerState
+from effattn.nn.ttt_linear import TTTLinear
 
 __all__ = [
     "AFTConv",
@@ -170,6 +171,7 @@ __all__ = [
     "SwiGLU",
     "Synthesizer",
     "TalkingHeadsAttention",
+    "TTTLinear",
     "Transformer",
     "TransformerConfig",
     "TransformerLM",

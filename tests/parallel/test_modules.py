@@ -72,6 +72,7 @@ HEADS = {
     "linear": {},
     "additive": {},
     "forgetting": {},
+    "ttt_linear": {"mini_batch_size": 4},
     "log_linear": {"num_levels": 4},
     "path": {"rank": 4},
     "differential": {"rotary": ROTARY},
