@@ -52,6 +52,7 @@ from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  
 from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip
 from effattn.functional.mesa import MesaState, mesa_attention  # isort: skip
 from effattn.functional.ttt_linear import TTTState, ttt_linear_attention  # isort: skip
+from effattn.functional.titans import TitansState, titans_memory  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -119,6 +120,7 @@ __all__ = [
     "MesaState",
     "PerformerState",
     "TTTState",
+    "TitansState",
     "additive_attention",
     "advise",
     "analysis",
@@ -193,6 +195,7 @@ __all__ = [
     "synthesizer_attention",
     "talking_heads_attention",
     "testing",
+    "titans_memory",
     "ttt_linear_attention",
     "tune",
 ]

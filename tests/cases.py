@@ -101,6 +101,12 @@ def after_some_tokens(rng, shapes):
     return type(shapes)(**{**arrays, "position": np.full(shapes.position.shape, 6.0)})
 
 
+def bounded_rates(arrays):
+    """The arrays, with rates that keep the memory bounded for any keys."""
+    rate = arrays["rate"] / jnp.maximum(1, (arrays["key"] ** 2).sum(-1))
+    return {**arrays, "rate": rate.astype(arrays["rate"].dtype)}
+
+
 def forget_gates(rng, sizes):
     """Log decays of a forget gate, and the keys that are tied to it."""
     log_decay = -rng.uniform(0, 1, size=tokens(sizes, sizes.size))
@@ -368,6 +374,19 @@ FUNCTIONS = {
         },
         decays=frozenset({"log_decay"}),
         initial_state=after_keys,
+    ),
+    "titans": Case(
+        variants={"": {"mini_batch_size": 4}},
+        arguments=lambda rng, sizes: {
+            "rate": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size,
+            "momentum": rng.uniform(0, 1, size=tokens(sizes)),
+            "log_decay": -rng.uniform(0, 1, size=tokens(sizes)),
+        },
+        decays=frozenset({"log_decay"}),
+        initial_state=after_some_tokens,
+        normalized=False,
+        bounded=bounded_rates,
+        module={"mini_batch_size": 4},
     ),
     "ttt_linear": Case(
         variants={"": {"mini_batch_size": 4}},

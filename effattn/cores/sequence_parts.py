@@ -89,6 +89,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "SelfAttention",
                 "Synthesizer",
                 "TTTLinear",
+                "TitansMemory",
             }
         ),
         "share_keys": frozenset(

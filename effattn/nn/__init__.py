@@ -84,6 +84,7 @@ from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.slstm import SLSTM
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.talking_heads import TalkingHeadsAttention
+from effattn.nn.titans import TitansMemory
 from effattn.nn.transformer import Transformer, TransformerState
 from effattn.nn.ttt_linear import TTTLinear
 
@@ -172,6 +173,7 @@ __all__ = [
     "Synthesizer",
     "TalkingHeadsAttention",
     "TTTLinear",
+    "TitansMemory",
     "Transformer",
     "TransformerConfig",
     "TransformerLM",

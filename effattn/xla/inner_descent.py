@@ -32,7 +32,7 @@ class Memory(NamedTuple):
 
     now: jax.Array
     start: jax.Array
-    velocity: jax.Array | None
+    velocity: Any
 
 
 class Steps(NamedTuple):
@@ -62,7 +62,7 @@ def descend(
     precision: Any,
     steps: Steps,
     marks: Any,
-    initial: jax.Array,
+    initial: jax.Array | None,
     memory: Memory,
     first: jax.Array,
 ) -> tuple[jax.Array, Memory]:
@@ -75,7 +75,7 @@ def descend(
       precision: precision of the matrix products.
       steps: the tokens.
       marks: `present`, `document` and `position`, each `(M, C)` (`effattn.cores.by_head`).
-      initial: W_0, `(A, D)`.
+      initial: W_0, `(A, D)`; None is zero.
       memory: the memory before the first token, for document 0.
       first: int32 `()`, position of the first token of document 0.
     """

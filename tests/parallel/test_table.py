@@ -84,6 +84,11 @@ ARRAYS = {
         "norm_scale": numbers(KEY_HEADS, SIZE),
         "norm_bias": numbers(KEY_HEADS, SIZE),
     },
+    "titans": {
+        "rate": jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)) / SIZE,
+        "momentum": jax.nn.sigmoid(numbers(BATCH, TOKENS, KEY_HEADS)),
+        "log_decay": -jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)),
+    },
     "path": {
         "reflection": numbers(BATCH, TOKENS, KEY_HEADS, SIZE) / 2,
         "beta": jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)),
