@@ -55,6 +55,8 @@ from effattn.functional.log_linear import LogLinearState, log_linear_attention  
 from effattn.functional.gated_slot import GatedSlotState, gated_slot_attention  # isort: skip
 from effattn.functional.mlstm import MLSTMState, mlstm_attention  # isort: skip
 from effattn.functional.mesa import MesaState, mesa_attention  # isort: skip
+from effattn.functional.ttt_linear import TTTState, ttt_linear_attention  # isort: skip
+from effattn.functional.titans import TitansState, titans_memory  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -128,6 +130,8 @@ __all__ = [
     "PerformerState",
     "TrapezoidalState",
     "adaptive_span_attention",
+    "TTTState",
+    "TitansState",
     "additive_attention",
     "advise",
     "analysis",
@@ -209,6 +213,8 @@ __all__ = [
     "talking_heads_attention",
     "trapezoidal_scan",
     "testing",
+    "titans_memory",
+    "ttt_linear_attention",
     "tune",
 ]
 

@@ -84,6 +84,29 @@ def after_keys(rng, shapes):
     return type(shapes)(keys @ keys.swapaxes(-1, -2), rng.normal(size=shapes.values.shape))
 
 
+def inner_model(rng, sizes):
+    """Learning rates, and the inner model of TTT-Linear."""
+    heads, features = sizes.key_heads, sizes.value_size
+    scale, bias, norm_bias = rng.normal(size=(3, heads, features))
+    return {
+        "rate": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size,
+        "initial_weights": rng.normal(size=(heads, sizes.size, features)),
+        **{"initial_bias": bias, "norm_scale": scale, "norm_bias": norm_bias},
+    }
+
+
+def after_some_tokens(rng, shapes):
+    """State of a memory that learns in mini-batches of 4 tokens, within the second one."""
+    arrays = {n: rng.normal(size=x.shape) / 4 for n, x in shapes._asdict().items()}
+    return type(shapes)(**{**arrays, "position": np.full(shapes.position.shape, 6.0)})
+
+
+def bounded_rates(arrays):
+    """The arrays, with rates that keep the memory bounded for any keys."""
+    rate = arrays["rate"] / jnp.maximum(1, (arrays["key"] ** 2).sum(-1))
+    return {**arrays, "rate": rate.astype(arrays["rate"].dtype)}
+
+
 def forget_gates(rng, sizes):
     """Log decays of a forget gate, and the keys that are tied to it."""
     log_decay = -rng.uniform(0, 1, size=tokens(sizes, sizes.size))
@@ -392,6 +415,26 @@ FUNCTIONS = {
         },
         decays=frozenset({"log_decay"}),
         initial_state=after_keys,
+    ),
+    "titans": Case(
+        variants={"": {"mini_batch_size": 4}},
+        arguments=lambda rng, sizes: {
+            "rate": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size,
+            "momentum": rng.uniform(0, 1, size=tokens(sizes)),
+            "log_decay": -rng.uniform(0, 1, size=tokens(sizes)),
+        },
+        decays=frozenset({"log_decay"}),
+        initial_state=after_some_tokens,
+        normalized=False,
+        bounded=bounded_rates,
+        module={"mini_batch_size": 4},
+    ),
+    "ttt_linear": Case(
+        variants={"": {"mini_batch_size": 4}},
+        arguments=inner_model,
+        initial_state=after_some_tokens,
+        normalized=False,
+        module={"mini_batch_size": 4},
     ),
     "rwkv7": Recurrent(arguments=removals, decays=frozenset({"log_decay"})),
     "linformer": Tiled(variants={"": projections((7,), 17), "by head": projections((2, 6), 19)}),

@@ -91,6 +91,19 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "log_decay": _DECAY,
         "regulariser": "jnp.ones((N, H))",
     },
+    "titans": {
+        "key": _UNIT_KEY,
+        "rate": f"{_STRENGTH} / 16",
+        "momentum": f"jax.nn.sigmoid({_normal(3, 'B, T, N')})",
+        "log_decay": _DECAY,
+    },
+    "ttt_linear": {
+        "rate": f"{_STRENGTH} / H",
+        "initial_weights": f"{_normal(2, 'N, H, H')} / H**0.5",
+        "initial_bias": "jnp.zeros((N, H))",
+        "norm_scale": "jnp.ones((N, H))",
+        "norm_bias": "jnp.zeros((N, H))",
+    },
     "rwkv7": {
         "log_decay": _DECAYS,
         "removal_key": _UNIT_KEY,

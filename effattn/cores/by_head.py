@@ -118,6 +118,14 @@ def marks_in_chunks(marks: Marks, size: int) -> Marks:
     return jax.tree.map(lambda x: x.reshape(len(x) // size, size), marks)
 
 
+def tokens_read(marks: Marks, first: jax.Array) -> jax.Array:
+    """Number of tokens read of the last document, for `first` tokens of document 0 before these."""
+    if not len(marks.present):
+        return first
+    read = marks.position[-1] + marks.present[-1].astype(jnp.int32)
+    return read.astype(first.dtype) + jnp.where(marks.document[-1] == 0, first, 0)
+
+
 def check_state(kind: Any, state: Any, shapes: tuple[tuple[int, ...], ...], given: Arguments):
     """The checked state of a call, a NamedTuple `kind` of arrays of these shapes; None is zeros."""
     if state is None:

@@ -103,6 +103,8 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "SelfAttention",
                 "StreamingSelfAttention",
                 "Synthesizer",
+                "TTTLinear",
+                "TitansMemory",
             }
         ),
         "share_keys": frozenset(

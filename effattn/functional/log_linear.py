@@ -125,7 +125,7 @@ def log_linear_attention(
             state.position.astype(jnp.int32),
         )
         sums = jnp.concatenate([sums, state.sums[used - 1 :]])
-        position = _position(marks, state.position)
+        position = by_head.tokens_read(marks, state.position)
         return out[:length], LogLinearState(sums, position)
 
     out, state = by_head.run(
@@ -137,14 +137,6 @@ def log_linear_attention(
         state,
     )
     return recurrence.results(out, state, given)
-
-
-def _position(marks, first):
-    """The number of tokens read of the last document."""
-    if not len(marks.present):
-        return first
-    read = marks.position[-1].astype(first.dtype) + marks.present[-1].astype(first.dtype)
-    return read + jnp.where(marks.document[-1] == 0, first, 0)
 
 
 registry.register(

@@ -105,8 +105,10 @@ from effattn.nn.slstm import SLSTM
 from effattn.nn.streaming import StreamingSelfAttention
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.talking_heads import TalkingHeadsAttention
+from effattn.nn.titans import TitansMemory
 from effattn.nn.transformer import Transformer, TransformerState
 from effattn.nn.transformer_xl import TransformerXLAttention
+from effattn.nn.ttt_linear import TTTLinear
 
 __all__ = [
     "AFTConv",
@@ -200,6 +202,8 @@ __all__ = [
     "StreamingSelfAttention",
     "Synthesizer",
     "TalkingHeadsAttention",
+    "TTTLinear",
+    "TitansMemory",
     "Transformer",
     "TransformerConfig",
     "TransformerLM",

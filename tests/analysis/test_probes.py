@@ -81,6 +81,8 @@ GATED = (
     "hgrn2",
     "mlstm",
     "gated_slot",
+    "titans",
+    "ttt_linear",
     "mesa",
     "log_linear",
     "mamba",

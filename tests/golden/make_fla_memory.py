@@ -17,8 +17,9 @@ and the cases
     path            vectors `removal_key` and strengths `beta`; without a state
     log_linear      `log_decay` and `levels`; without a state
     mesa            the exact solution; the state is that of the keys, then that of the values
-    ttt_linear      mini-batches of 4 tokens and a rate of 0.1 for all tokens; without the state,
-                    which would have the padding of the last mini-batch
+    ttt_linear      the first 8 tokens, in mini-batches of 4 with a rate of 0.1; the output is the
+                    state, the matrix and then the bias, because outputs add other residuals
+                    than those of the paper
 """
 
 import torch
@@ -49,16 +50,17 @@ def mesa(query, key, square_value, log_decay, beta, regulariser, key_memory, val
     return output, torch.stack(states)
 
 
-def ttt_linear(query, key, square_value, norm_scale, norm_bias, value_memory, bias):
-    output, *_ = naive("ttt").chunk_ttt_linear_ref(
-        *(query, key, square_value, norm_scale, norm_bias),
-        torch.full((BATCH, LENGTH, HEADS, 1), 0.1),
+def ttt_linear(key, square_value, norm_scale, norm_bias, value_memory, bias):
+    _, *states = naive("ttt").chunk_ttt_linear_ref(
+        *(x[:, :8] for x in (torch.zeros_like(key), key, square_value)),
+        *(norm_scale, norm_bias),
+        torch.full((BATCH, 8, HEADS, 1), 0.1),
         mini_batch_size=4,
         initial_state=value_memory,
         initial_state_bias=bias,
         output_final_state=True,
     )
-    return output, None
+    return torch.cat(states, 2), None
 
 
 def draw_more() -> dict[str, torch.Tensor]:
@@ -75,12 +77,15 @@ def draw_more() -> dict[str, torch.Tensor]:
         "bias": torch.randn(BATCH, HEADS, 1, SIZE),
     }
     inputs["cotangent_square"] = torch.randn(BATCH, LENGTH, HEADS, SIZE)
+    inputs["cotangent_state"] = torch.randn(BATCH, HEADS, SIZE + 1, SIZE)
     return inputs
 
 
 if __name__ == "__main__":
     inputs = draw_more()
-    arrays = make((path, log_linear), inputs)
-    square = {**inputs, "cotangent": inputs["cotangent_square"]}
-    arrays = {**make((mesa, ttt_linear), square), **arrays}
-    save("fla_memory", arrays)
+    cases = {"cotangent": (path, log_linear), "cotangent_square": (mesa,)}
+    cases["cotangent_state"] = (ttt_linear,)
+    arrays = {}
+    for name, each in cases.items():
+        arrays |= make(each, {**inputs, "cotangent": inputs[name]})
+    save("fla_memory", {**arrays, "cotangent": inputs["cotangent"].numpy()})

@@ -77,6 +77,8 @@ HEADS = {
     "linear": {},
     "additive": {},
     "forgetting": {},
+    "titans": {"mini_batch_size": 4},
+    "ttt_linear": {"mini_batch_size": 4},
     "log_linear": {"num_levels": 4},
     "path": {"rank": 4},
     "differential": {"rotary": ROTARY},

@@ -1,0 +1,67 @@
+"""Mixer with the neural memory of Titans."""
+
+import jax
+import jax.numpy as jnp
+
+from effattn.nn.delta_rule import DeltaRule, wide
+from effattn.nn.gated_output import GatedOutput
+from effattn.nn.layers import Layers
+from effattn.nn.options import SelfAttentionOptions
+
+
+class TitansMemory(GatedOutput, DeltaRule):
+    """Mixer with the linear neural memory of Titans (Behrouz et al. 2025, "Titans").
+
+        q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv))
+        rate = sigmoid(x Wr + br) / mini_batch_size;   momentum = sigmoid(x Wm + bm)
+        log_decay = log sigmoid(x Wa + ba)
+        y = (silu(x Wg) * norm(titans_memory(q / |q|, k / |k|, v, ...))) Wo
+
+    The rates keep the steps of a mini-batch bounded. The biases of the decays start from 3 to 6, so
+    that heads start with shorter and longer memories.
+
+    Args:
+      mini_batch_size: tokens in a mini-batch of the inner descent.
+      convolution_width: as in `DeltaNet`.
+      **options: as in `DeltaNet` (`use_bias` is also for Wg), and options of
+        `effattn.titans_memory`.
+    """
+
+    _mechanism = "titans"
+    _gates = ("rate", "momentum", "log_decay")
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        mini_batch_size: int = 16,
+        convolution_width: int = 4,
+        **options: SelfAttentionOptions,
+    ):
+        super().__init__(
+            in_features,
+            num_heads,
+            mini_batch_size=mini_batch_size,
+            convolution_width=convolution_width,
+            **options,
+        )
+        self.mini_batch_size = mini_batch_size
+        make, of_keys = Layers(**options), self.num_kv_heads
+        self.rate, self.momentum = (
+            make.linear(in_features, of_keys, use_bias=True) for _ in range(2)
+        )
+        self.decay = make.linear(in_features, of_keys, use_bias=True, bias_init=_decay_bias_init)
+        sizes = num_heads, self.value_dim
+        self.gate = make.heads(in_features, sizes, use_bias=options.get("use_bias", False))
+
+    def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
+        return {
+            "rate": jax.nn.sigmoid(wide(self.rate(x))) / self.mini_batch_size,
+            "momentum": jax.nn.sigmoid(wide(self.momentum(x))),
+            "log_decay": jax.nn.log_sigmoid(wide(self.decay(x))),
+        }
+
+
+def _decay_bias_init(key, shape, dtype):
+    return jnp.linspace(3, 6, shape[0], dtype=dtype)

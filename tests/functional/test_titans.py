@@ -1,0 +1,68 @@
+"""Titans' memory: its limit, an independent form and wrong arguments."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effattn import delta_rule_attention, titans_memory
+
+B, T, N, K, H, SIZE = 2, 11, 4, 2, 4, 5
+run = jax.jit(functools.partial(titans_memory, mini_batch_size=4, return_state=True))
+
+
+def draw():
+    rng = np.random.default_rng(0)
+    arrays = {n: rng.normal(size=(B, T, h, H)) for n, h in (("query", N), ("key", K))}
+    rate, momentum, decay = rng.uniform(0, 1, (3, B, T, K))
+    arrays |= {"value": rng.normal(size=(B, T, K, SIZE)), "rate": rate / 4, "momentum": momentum}
+    return {name: x.astype(np.float32) for name, x in {**arrays, "log_decay": -decay}.items()}
+
+
+def test_mini_batches_of_one_token_without_momentum_are_the_delta_rule():
+    given = draw()
+    nothing = 0 * given["rate"]
+    out = titans_memory(
+        **{**given, "momentum": nothing, "log_decay": nothing, "mini_batch_size": 1}
+    )
+    heads = (given[name] for name in ("query", "key", "value"))
+    expected = delta_rule_attention(*heads, beta=given["rate"], scale=1)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_and_states_agree_with_the_steps_of_the_paper():
+    """In NumPy, with the gradient written out."""
+    given = draw()
+    out, state = run(**given)
+    for b, n in np.ndindex(B, N):
+        k = n // (N // K)
+        now = velocity = np.zeros((H, SIZE))
+        for t in range(T):
+            if t % 4 == 0:
+                start = now
+            key, value = given["key"][b, t, k], given["value"][b, t, k]
+            surprise = np.outer(key, start.T @ key - value)
+            velocity = given["momentum"][b, t, k] * velocity - given["rate"][b, t, k] * surprise
+            now = np.exp(given["log_decay"][b, t, k]) * now + velocity
+            expected = now.T @ given["query"][b, t, n]
+            np.testing.assert_allclose(out[b, t, n], expected, rtol=1e-4, atol=1e-4)
+        found = (x[b, k] for x in state)
+        for x, expected in zip(found, (now, start, velocity, T), strict=True):
+            np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rate": jnp.zeros((B, T, N))}, r"rate must be .* \(2, 11, 2\)"),
+        ({"momentum": jnp.zeros((B, T))}, r"momentum must be .* \(2, 11, 2\)"),
+        ({"log_decay": jnp.ones((B, T, K))}, "log_decay must be 0 or less"),
+        ({"mini_batch_size": 0}, "mini_batch_size must be an int, 1 or more tokens"),
+        ({"initial_state": jnp.zeros((B, K, H, H))}, "must be the TitansState"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        titans_memory(**{**draw(), **change})
