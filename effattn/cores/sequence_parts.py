@@ -50,6 +50,8 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "LSTM",
                 "SLSTM",
                 "RWKV4ChannelMix",
+                "RWKV6ChannelMix",
+                "RWKV7ChannelMix",
                 "RecurrentMemoryAttention",
                 "ShortConvolution",
             }
