@@ -51,6 +51,8 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "LSTM",
                 "SLSTM",
                 "RWKV4ChannelMix",
+                "RWKV6ChannelMix",
+                "RWKV7ChannelMix",
                 "RecurrentMemoryAttention",
                 "ShortConvolution",
                 "TransformerXLAttention",

@@ -13,6 +13,7 @@ from effattn.nn.based import BasedSelfAttention
 from effattn.nn.bidirectional import Bidirectional
 from effattn.nn.block import Block
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
+from effattn.nn.channel_mixing import RWKV4ChannelMix, RWKV6ChannelMix, RWKV7ChannelMix
 from effattn.nn.configuration import TransformerConfig
 from effattn.nn.convert import Conversion, conversion, convert
 from effattn.nn.convolution import DilatedConvolution
@@ -92,7 +93,7 @@ from effattn.nn.reversible import ReversibleStack
 from effattn.nn.rg_lru import RGLRU
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import Centroids, RoutingSelfAttention
-from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
+from effattn.nn.rwkv4 import RWKV4
 from effattn.nn.rwkv6 import RWKV6
 from effattn.nn.rwkv7 import RWKV7
 from effattn.nn.s4 import S4
@@ -182,7 +183,9 @@ __all__ = [
     "RWKV4",
     "RWKV4ChannelMix",
     "RWKV6",
+    "RWKV6ChannelMix",
     "RWKV7",
+    "RWKV7ChannelMix",
     "RandomFeatureSelfAttention",
     "RecurrentMemoryAttention",
     "RelativePositionBias",

@@ -13,7 +13,9 @@ from effattn.cores.experts import RoutingStats
 from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
 from effattn.nn.build import mechanism
+from effattn.nn.channel_mixing import ChannelMixing
 from effattn.nn.configuration import (
+    CHANNEL_MIXINGS,
     FEED_FORWARDS,
     TransformerConfig,
     dtypes_of,
@@ -36,6 +38,25 @@ Sublayer = tuple[
 ]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerState:
+    """Decode state of a layer whose feed-forward layer has one, too.
+
+    Attributes:
+      mixer: the state of the mixer.
+      feed_forward: the state of the feed-forward layer.
+    """
+
+    mixer: Any
+    feed_forward: Any
+
+    @property
+    def length(self) -> jax.Array:
+        """Number of tokens read, `(B,)` int32."""
+        return self.mixer.length
+
+
 class Layer(Module):
     """Base of `Block` and `DecoderBlock`: mixer and feed-forward layer with norms and residuals."""
 
@@ -43,21 +64,8 @@ class Layer(Module):
         dtypes = dtypes_of(config)
         residual_init = initializers.residual_init(config.num_layers)
         self.mixer = build_mixer(config, layer, out_kernel_init=residual_init, rngs=rngs, **dtypes)
-        hidden_features, kind = config.hidden_features, FEED_FORWARDS[config.feed_forward]
-        if hidden_features is None:
-            gated = -(-config.features * 8 // 3 // 8) * 8
-            hidden_features = gated if kind["gated"] else 4 * config.features
-        experts = config.layer_experts(layer)
-        use_bias = {"use_bias": config.use_bias}
-        sizes = use_bias if experts is None else dataclasses.asdict(experts)
-        self.feed_forward = (FeedForward if experts is None else MixtureOfExperts)(
-            config.features,
-            hidden_features,
-            **sizes,
-            **kind,
-            out_kernel_init=residual_init,
-            rngs=rngs,
-            **dtypes,
+        self.feed_forward = build_feed_forward(
+            config, layer, out_kernel_init=residual_init, rngs=rngs, **dtypes
         )
         self.mixer_norm = norm_of(config, rngs)
         self.feed_forward_norm = None if config.parallel else norm_of(config, rngs)
@@ -68,15 +76,54 @@ class Layer(Module):
         """The input of the mixer, from the input x `(B, T, D)` of the layer."""
         return x if self.post_norm else self.mixer_norm(x)
 
-    def _others(self, call: Callable[[MixtureOfExperts, jax.Array], Any]) -> tuple[Sublayer, ...]:
-        """The sublayers after the mixer; `call` calls the feed-forward layer if it has experts."""
+    def _after_mixer(self, **padding: Any) -> Sublayer:
+        """The sublayer of the feed-forward layer for whole sequences."""
 
         def feed_forward(h):
             if isinstance(self.feed_forward, MixtureOfExperts):
-                return call(self.feed_forward, h)
+                return self.feed_forward.with_routing(h, **padding)
+            if isinstance(self.feed_forward, ChannelMixing):
+                return divided(self.feed_forward, h)(h, **padding), None
             return self.feed_forward(h), None
 
-        return ((self.feed_forward_norm, feed_forward),)
+        return self.feed_forward_norm, feed_forward
+
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
+        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
+        state = self.mixer.init_state(batch, max_length, dtype)
+        if not isinstance(self.feed_forward, ChannelMixing):
+            return state
+        return LayerState(state, self.feed_forward.init_state(batch, dtype))
+
+    def _extended(
+        self, x: jax.Array, state: Any, lengths: jax.Array | None, *between: Sublayer
+    ) -> tuple[jax.Array, Any]:
+        """Applies the layer to new tokens, with the sublayers `between` the others."""
+        has_state = isinstance(self.feed_forward, ChannelMixing)
+        if has_state != isinstance(state, LayerState):
+            raise ValueError(
+                f"state of a layer must be {'a LayerState' if has_state else 'that of its mixer'}, "
+                f"got {type(state).__name__}; it is the state of another model"
+            )
+        of_mixer: Any = state.mixer if has_state else state
+        last: Any = state.feed_forward if has_state else None
+
+        def feed_forward(h):
+            nonlocal last
+            if isinstance(self.feed_forward, ChannelMixing):
+                y, last = self.feed_forward.extend(h, last, lengths=lengths)
+                return y, None
+            if isinstance(self.feed_forward, MixtureOfExperts):
+                return self.feed_forward.extend(h, lengths=lengths), None
+            return self.feed_forward(h), None
+
+        x, of_mixer, _ = self._sublayers(
+            x,
+            lambda h: self.mixer.extend(h, of_mixer, lengths=lengths),
+            (*between, (self.feed_forward_norm, feed_forward)),
+            None,
+        )
+        return x, LayerState(of_mixer, last) if has_state else of_mixer
 
     def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
         """Random key of the mixer, and dropout keys of the mixer output and `others` sublayers."""
@@ -151,19 +198,29 @@ class Block(Layer):
                 return self.mixer(h, **padding, rngs=mixer_key), None
             return divided(self.mixer, h)(h, **padding), None
 
-        others = self._others(lambda experts, h: experts.with_routing(h, **padding))
-        x, _, routing = self._sublayers(x, mix, others, keys)
+        x, _, routing = self._sublayers(x, mix, (self._after_mixer(**padding),), keys)
         return x, routing
 
     def extend(
         self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """Applies the layer to T new tokens; `state` is the mixer's decode state."""
-        others = self._others(lambda experts, h: (experts.extend(h, lengths=lengths), None))
-        x, state, _ = self._sublayers(
-            x, lambda h: self.mixer.extend(h, state, lengths=lengths), others, None
-        )
-        return x, state
+        """Applies the layer to T new tokens; `state` is that of `init_state`."""
+        return self._extended(x, state, lengths)
+
+
+def build_feed_forward(config: TransformerConfig, layer: int, **common: Any) -> Any:
+    """The feed-forward layer; `common` are the random streams, dtypes and initializers."""
+    features, hidden = config.features, config.hidden_features
+    if config.feed_forward in CHANNEL_MIXINGS:
+        depth = layer / max(config.num_layers - 1, 1)
+        return CHANNEL_MIXINGS[config.feed_forward](features, hidden, depth=depth, **common)
+    kind, experts = FEED_FORWARDS[config.feed_forward], config.layer_experts(layer)
+    if hidden is None:
+        hidden = -(-features * 8 // 3 // 8) * 8 if kind["gated"] else 4 * features
+    if experts is not None:
+        sizes = dataclasses.asdict(experts)
+        return MixtureOfExperts(features, hidden, **sizes, **kind, **common)
+    return FeedForward(features, hidden, use_bias=config.use_bias, **kind, **common)
 
 
 def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:

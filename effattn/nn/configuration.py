@@ -10,6 +10,12 @@ from flax import nnx
 
 from effattn.arrays import checks
 from effattn.nn import build
+from effattn.nn.channel_mixing import (
+    ChannelMixing,
+    RWKV4ChannelMix,
+    RWKV6ChannelMix,
+    RWKV7ChannelMix,
+)
 from effattn.nn.dropout import check_dropout_rate
 from effattn.nn.equality import same_fields
 from effattn.nn.experts import Experts
@@ -22,6 +28,12 @@ FEED_FORWARDS: Mapping[str, dict[str, Any]] = {
     "geglu": {"activation": "gelu", "gated": True},
     "gelu": {"activation": "gelu", "gated": False},
     "relu": {"activation": "relu", "gated": False},
+}
+# Feed-forward layers that read the token before each token, and so have a decode state.
+CHANNEL_MIXINGS: Mapping[str, Callable[..., ChannelMixing]] = {
+    "rwkv4": RWKV4ChannelMix,
+    "rwkv6": RWKV6ChannelMix,
+    "rwkv7": RWKV7ChannelMix,
 }
 NORMS: Mapping[str, Callable[..., nnx.Module]] = {"rms": nnx.RMSNorm, "layer": nnx.LayerNorm}
 
@@ -47,9 +59,10 @@ class TransformerConfig:
       num_kv_heads: K, number of key and value heads, a divisor of N; default N.
       head_dim: H, head dimension; default D / N.
       feed_forward: feed-forward layer: "swiglu" or "geglu", which have a gate, or "gelu" or "relu"
-        (see `FeedForward`).
+        (see `FeedForward`); or a channel mixing, which also reads the token before each token:
+        "rwkv4", "rwkv6" or "rwkv7" (see `RWKV4ChannelMix`, `RWKV6ChannelMix`, `RWKV7ChannelMix`).
       hidden_features: hidden size of the feed-forward layer; default 8/3 D, rounded up to a
-        multiple of 8, with a gate, and else 4 D.
+        multiple of 8, with a gate, that of the channel mixing, and else 4 D.
       experts: `Experts`, for a `MixtureOfExperts` of such feed-forward layers in place of one; a
         tuple of L entries, one for each layer, with None for a single feed-forward layer; or None.
       norm: normalisation before each sublayer and at the end, "rms" or "layer", with scale (and
@@ -58,7 +71,7 @@ class TransformerConfig:
       post_norm: normalise after each residual sum instead, and not at the end, as in the original
         Transformer and BERT.
       use_bias: whether projections of mixers, where they have this option, and of the feed-forward
-        layer have biases. Experts have none.
+        layer have biases. Experts and channel mixings have none.
       mixer: a registered name; a mixer class or an attention function (see `effattn.nn.build`); a
         mapping of one of those and options
         (`{"name": "sliding_window", "local_window_size": (63, 0)}`); a mapping of groups of heads
@@ -129,7 +142,7 @@ class TransformerConfig:
                 checks.at_least(name, getattr(self, name), 1, "or None")
         choices: dict[str, Iterable[str | None]] = {
             "positions": (None, *_POSITIONS),
-            "feed_forward": FEED_FORWARDS,
+            "feed_forward": (*FEED_FORWARDS, *CHANNEL_MIXINGS),
             "norm": NORMS,
         }
         if isinstance(self.positions, RotaryEmbedding):
@@ -175,6 +188,11 @@ class TransformerConfig:
             raise ValueError(
                 f"experts must be Experts or None for all layers, or a tuple of {self.num_layers}, "
                 f"one for each layer, got {self.experts!r}"
+            )
+        if self.feed_forward in CHANNEL_MIXINGS and any(several):
+            raise ValueError(
+                f"experts need feed_forward to be one of {', '.join(FEED_FORWARDS)}, got "
+                f"{self.feed_forward!r}, which reads the token before each token"
             )
         for layer in range(self.num_layers):
             for mixer in self.layer_mixer(layer):

@@ -166,22 +166,17 @@ class DecoderBlock(Layer):
             return self.mixer(h, **padding, rngs=mixer_key), None
 
         cross_key, keys = (None, None) if keys is None else (keys[0], keys[1:])
-        others = self._others(lambda experts, h: experts.with_routing(h, **padding))
         cross = self._cross(context, lengths, rngs=cross_key)
-        x, _, routing = self._sublayers(x, mix, (cross, *others), keys)
+        x, _, routing = self._sublayers(x, mix, (cross, self._after_mixer(**padding)), keys)
         return x, routing
 
     @mesh_axes.on_mesh_of_input
     def extend(
         self, x: jax.Array, state: Any, context: Context, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """Applies the layer to T new tokens; `state` is the mixer's decode state."""
-        others = self._others(lambda experts, h: (experts.extend(h, lengths=lengths), None))
+        """Applies the layer to T new tokens; `state` is that of `init_state`."""
         cross = self._cross(context, lengths, query_offset=state.length)
-        x, state, _ = self._sublayers(
-            x, lambda h: self.mixer.extend(h, state, lengths=lengths), (cross, *others), None
-        )
-        return x, state
+        return self._extended(x, state, lengths, cross)
 
     def _cross(self, context, lengths, **given) -> Sublayer:
         given = {"lengths": lengths, "context_lengths": context.lengths, **given}

@@ -110,7 +110,7 @@ class TransformerLM(Transformer):
                 f"learned positions, got {max_length}; configure the model with a larger max_length"
             )
         return TransformerState(
-            layers=tuple(block.mixer.init_state(batch, max_length, dtype) for block in self.blocks),
+            layers=tuple(block.init_state(batch, max_length, dtype) for block in self.blocks),
             length=jnp.zeros((batch,), jnp.int32),
         )
 

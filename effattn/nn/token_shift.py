@@ -45,3 +45,9 @@ def token_shift(
         same = ids == with_tokens_before(ids, 1)[:, :-1]
         shifted = jnp.where(same[..., None], shifted, 0)
     return shifted, last_tokens(read, 1, lengths)[:, 0].astype(dtype)
+
+
+def mixed_with_last(x: jax.Array, shifted: jax.Array, amounts: jax.Array) -> jax.Array:
+    """Interpolates `amounts * x + (1 - amounts) * shifted` for C inputs; `(C, B, T, D)`."""
+    shifted = shifted.astype(x.dtype)
+    return amounts * x[None] + (1 - amounts) * shifted[None]

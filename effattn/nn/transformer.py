@@ -32,7 +32,7 @@ class TransformerState:
     """Decode state of a `TransformerLM`.
 
     Attributes:
-      layers: decode state of each layer's mixer.
+      layers: decode state of each layer: that of its mixer, or a `LayerState`.
       length: `(B,)` int32, number of tokens read.
     """
 

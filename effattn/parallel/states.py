@@ -46,8 +46,8 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
         `effattn.nn`. An `initial_state` is that before the whole sequence, equal on all devices;
         the returned state is that after it. `segment_ids` are those of this device's tokens;
         documents may cross devices. Mixers with short convolutions or a token shift, and
-        `nn.ShortConvolution`, `nn.DilatedConvolution` and `nn.RWKV4ChannelMix` themselves, get the
-        last tokens of the device before: as many as the convolution reaches back, or one.
+        `nn.ShortConvolution`, `nn.DilatedConvolution` and the channel mixings of RWKV themselves,
+        get the last tokens of the device before: as many as the convolution reaches back, or one.
         `nn.LSTM`, `nn.SLSTM` and `nn.GRU` may also read both directions. Each device must have
         whole segments of `nn.RecurrentMemoryAttention`.
         directions. Each device must have whole segments of `nn.RecurrentMemoryAttention`

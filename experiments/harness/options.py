@@ -51,7 +51,9 @@ class Options(abc.ABC):
         None  # default by mechanism
     )
     norm: Literal["rms", "layer"] = "rms"  # normalisation before each sublayer
-    feed_forward: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"  # feed-forward layer
+    feed_forward: Literal["swiglu", "geglu", "gelu", "relu", "rwkv4", "rwkv6", "rwkv7"] = (
+        "swiglu"  # feed-forward layer
+    )
     experts: int | None = None  # number of experts in place of each feed-forward layer
     experts_per_token: int = 2  # experts that each token chooses; 1 is Switch Transformers
     # Slots of an expert, as a multiple of its share of a row's tokens; default no limit.

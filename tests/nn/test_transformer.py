@@ -547,7 +547,7 @@ def test_bad_inputs_are_named():
         ({"norm_epsilon": 0.0}, "norm_epsilon must be a finite number above 0"),
         (
             {"feed_forward": "glu"},
-            "feed_forward must be one of swiglu, geglu, gelu, relu, got 'glu'",
+            "feed_forward must be one of swiglu, geglu, gelu, relu, rwkv4, rwkv6, rwkv7, got 'glu'",
         ),
         ({"norm": "batch"}, "norm must be one of rms, layer, got 'batch'"),
         ({"positions": "learned"}, "positions='learned' needs max_length"),

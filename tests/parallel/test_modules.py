@@ -202,8 +202,9 @@ def test_documents_cross_devices(name):
     [
         functools.partial(nn.ShortConvolution, width=3),
         pytest.param(nn.RWKV4ChannelMix, marks=pytest.mark.slow),
+        pytest.param(nn.RWKV7ChannelMix, marks=pytest.mark.slow),
     ],
-    ids=["short convolution", "channel mixing"],
+    ids=["short convolution", "channel mixing", "channel mixing of RWKV-7"],
 )
 def test_layers_that_read_the_last_tokens(build):
     module = filled_at_random(lambda: build(FEATURES, rngs=nnx.Rngs(0)))

@@ -79,7 +79,8 @@ def first_layers(config: TransformerConfig, count: int) -> TransformerConfig:
 def hidden_features(config: TransformerConfig) -> int:
     """Hidden features of the feed-forward layers."""
     parameters = split(at_length(config, _FEW), 0, "feed_forward")[1]
-    up = parameters["up_kernels"] if "up_kernels" in parameters else parameters["up"]["kernel"]
+    name = next(name for name in ("up_kernels", "up", "key") if name in parameters)
+    up = parameters[name] if name == "up_kernels" else parameters[name]["kernel"]
     return up.get_value().shape[-1]
 
 
