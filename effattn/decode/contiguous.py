@@ -47,16 +47,38 @@ class ContiguousDecoder(Decoder):
     def _extend(self, heads, state, lengths):
         query, key, value = heads
         new = append_to(state, lengths, key=key, value=value)
+        keys, values = new.key.astype(key.dtype), new.value.astype(value.dtype)
+        return self.attend(query, keys, values, state.length, lengths), new
+
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        length: jax.Array,
+        lengths: jax.Array,
+    ) -> jax.Array:
+        """Attends from new tokens to a cache that has their keys and values.
+
+        Args:
+          query: `(B, T, N, H)`.
+          key: `(B, S, K, H)`, of the cache.
+          value: `(B, S, K, Hv)`, of the cache.
+          length: `(B,)` int32, tokens before the new ones.
+          lengths: `(B,)` int32, valid tokens among the T.
+
+        Returns:
+          `(B, T, N, Hv)`, zeros in the padding.
+        """
         has_direction = "is_causal" in inspect.signature(self.function).parameters
         direction = {"is_causal": True} if has_direction else {}
         # The causal mask hides unfilled slots: their positions are after every query.
-        out = self.function(
+        return self.function(
             query,
-            new.key.astype(key.dtype),
-            new.value.astype(value.dtype),
-            query_offset=state.length,
+            key,
+            value,
+            query_offset=length,
             query_seq_lengths=lengths,
             **direction,
             **self.options,
         )
-        return out, new

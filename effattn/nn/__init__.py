@@ -101,6 +101,7 @@ from effattn.nn.s4d import S4D
 from effattn.nn.s5 import S5
 from effattn.nn.selective import SelectiveSelfAttention
 from effattn.nn.self_attention import SelfAttention
+from effattn.nn.shared_keys import SharedKeysAttention
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.slstm import SLSTM
 from effattn.nn.streaming import StreamingSelfAttention
@@ -200,6 +201,7 @@ __all__ = [
     "SLSTM",
     "SelectiveSelfAttention",
     "SelfAttention",
+    "SharedKeysAttention",
     "ShortConvolution",
     "SwiGLU",
     "StreamingSelfAttention",

@@ -26,6 +26,7 @@ from effattn.nn.experts import MixtureOfExperts
 from effattn.nn.feed_forward import FeedForward
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.module import Module
+from effattn.nn.shared_keys import Keys, SharedKeysAttention
 from effattn.parallel.mixers import divided
 
 # The statistics of each mixture of experts, from the first layer to the last.
@@ -201,8 +202,32 @@ class Block(Layer):
         x, _, routing = self._sublayers(x, mix, (self._after_mixer(**padding),), keys)
         return x, routing
 
+    @mesh_axes.on_mesh_of_input
+    def with_keys(
+        self,
+        x: jax.Array,
+        keys: Keys | None = None,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing, Keys]:
+        """The results of `with_routing`, and the keys and values of a layer that shares them.
+
+        `keys` are those of an earlier layer, for a layer that has none.
+        """
+        mixer_key, dropout_keys = self._keys(rngs)
+        padding = {"lengths": lengths, "segment_ids": segment_ids}
+
+        def mix(h):
+            return self.mixer.with_keys(h, **padding, rngs=mixer_key, keys=keys)
+
+        others = self._others(lambda experts, h: experts.with_routing(h, **padding))
+        x, shared, routing = self._sublayers(x, mix, others, dropout_keys)
+        return x, routing, shared
+
     def extend(
-        self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
+        self, x: jax.Array, state: Any, keys: Any = None, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Applies the layer to T new tokens; `state` is that of `init_state`."""
         return self._extended(x, state, lengths)
@@ -221,6 +246,16 @@ def build_feed_forward(config: TransformerConfig, layer: int, **common: Any) -> 
         sizes = dataclasses.asdict(experts)
         return MixtureOfExperts(features, hidden, **sizes, **kind, **common)
     return FeedForward(features, hidden, use_bias=config.use_bias, **kind, **common)
+        """Applies the layer to T new tokens; `state` is the mixer's decode state.
+
+        `keys` is the state of an earlier layer after these tokens, for a layer that has no keys.
+        """
+        others = self._others(lambda experts, h: (experts.extend(h, lengths=lengths), None))
+        shared = {} if keys is None else {"keys": keys}
+        x, state, _ = self._sublayers(
+            x, lambda h: self.mixer.extend(h, state, lengths=lengths, **shared), others, None
+        )
+        return x, state
 
 
 def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
@@ -250,6 +285,9 @@ def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
         "max_length": config.max_length,
         **positions,
     }
+    source = config.key_source(layer)
+    if source is not None:
+        return _sharing_mixer(config, groups, source == layer, given)
     if len(groups) > 1 or "num_heads" in groups[0]:
         return HybridHeads(config.features, config.num_heads, groups, **given)
     (group,) = groups
@@ -257,3 +295,17 @@ def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
     entry = mechanism(group["name"])
     given = entry.options_of_model(given)
     return entry.build(config.features, config.num_heads, **{**given, **options})
+
+
+def _sharing_mixer(config, groups, has_keys, given):
+    """The mixer of a layer that shares keys and values with others."""
+    group, *others = groups
+    options = {name: option for name, option in group.items() if name != "name"}
+    entry = mechanism(group["name"])
+    if others or "num_heads" in options or not isinstance(entry, registry.Mechanism):
+        raise ValueError(
+            "layers that share keys and values (keys_from) must have one registered mechanism, "
+            f"such as 'softmax', got {config.mixer!r}"
+        )
+    options = {**entry.options_of_model(given), **options, "has_keys": has_keys}
+    return SharedKeysAttention(config.features, config.num_heads, entry.name, **options)

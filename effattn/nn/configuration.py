@@ -80,6 +80,14 @@ class TransformerConfig:
         model passes to the mixer. Some mechanisms have options that depend on the layer: "dilated"
         uses wider steps in later layers. If an option holds parameters or modules, each layer of
         the model trains a separate copy.
+      keys_from: the layer whose keys and values each layer reads, L indices from 0, where its own
+        index stands for its own keys and values; None for those of each layer. A layer may read
+        those of an earlier layer that reads its own. Cross-layer attention (Brandon et al. 2024,
+        "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention") in groups of two
+        is (0, 0, 2, 2, ...). YOCO (Sun et al. 2024, "You Only Cache Once") is
+        `tuple(min(n, L // 2) for n in range(L))` with an efficient mixer in the first half of the
+        layers. The mechanisms of layers that share are those of `SharedKeysAttention`, and the
+        decode state holds shared keys and values once.
       positions: "rotary" (in mixers that take a rotary embedding and do not encode token order
         otherwise), a `RotaryEmbedding` in such mixers, "learned" (one vector per position, added to
         the token embeddings), "sinusoidal" (fixed vectors, added to the embeddings times sqrt(D)),
@@ -120,6 +128,7 @@ class TransformerConfig:
     mixer: build.Mechanism | tuple[build.Mechanism, ...] | list[build.Mechanism] = (
         dataclasses.field(default="softmax", hash=False)
     )
+    keys_from: tuple[int, ...] | None = None
     positions: str | RotaryEmbedding | None = None
     rotary_theta: float = 10000.0
     rotary_scaling: float = 1.0
@@ -181,6 +190,8 @@ class TransformerConfig:
                 f"mixer must be one mixer for all layers, or num_layers={self.num_layers} mixers, "
                 f"one for each layer, got {len(self.mixer)}"
             )
+        if self.keys_from is not None:
+            self._check_sources(self.keys_from)
         several = self.experts if isinstance(self.experts, tuple) else (self.experts,)
         if not all(each is None or isinstance(each, Experts) for each in several) or (
             isinstance(self.experts, tuple) and len(several) != self.num_layers
@@ -200,6 +211,24 @@ class TransformerConfig:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TransformerConfig) and same_fields(self, other)
+
+    def _check_sources(self, given: Any) -> None:
+        is_tuple = isinstance(given, tuple) and len(given) == self.num_layers
+        if not is_tuple or not all(
+            checks.is_integer(source) and 0 <= source <= layer and given[source] == source
+            for layer, source in enumerate(given)
+        ):
+            raise ValueError(
+                f"keys_from must be a tuple of num_layers={self.num_layers} ints, for each layer "
+                "its own index or that of an earlier layer with keys and values of its own, got "
+                f"{given!r}"
+            )
+
+    def key_source(self, layer: int) -> int | None:
+        """The layer whose keys and values this layer reads; None for a layer that shares none."""
+        if self.keys_from is None or self.keys_from.count(self.keys_from[layer]) == 1:
+            return None
+        return self.keys_from[layer]
 
     def position_kind(self) -> str:
         """Position encoding of the model: `positions`, or the default for its mixers.

@@ -153,6 +153,11 @@ def _convert_stack(stack, mechanism, layers, rngs):
         raise ValueError(
             f"layers must be different indices of layers, from 0 to {count - 1}, got {layers!r}"
         )
+    if config.keys_from is not None:
+        raise ValueError(
+            "model must have keys_from=None: a new mixer of one layer would change the keys and "
+            "values that other layers read"
+        )
     mixers = config.mixer
     mixers = list(mixers) if isinstance(mixers, (list, tuple)) else [mixers] * count
     # The default of `positions` depends on the mixers.

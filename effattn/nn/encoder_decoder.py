@@ -54,6 +54,11 @@ class EncoderDecoderConfig:
                 "encoder must have is_causal=False and decoder must have is_causal=True, got "
                 f"{self.encoder.is_causal} and {self.decoder.is_causal}"
             )
+        if self.decoder.keys_from is not None:
+            raise ValueError(
+                "decoder must have keys_from=None: layers with cross-attention share no keys, got "
+                f"{self.decoder.keys_from}"
+            )
         named("cross_attention", self.cross_attention, mixers=False)
 
 

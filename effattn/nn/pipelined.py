@@ -38,7 +38,7 @@ class PipelinedLM(TransformerLM):
 
     Raises:
       ValueError: S does not divide L, layers of different stages differ in more than their
-        arrays, or the model has centroids (`RoutingSelfAttention`).
+        arrays, the model has centroids (`RoutingSelfAttention`), or its layers share keys.
     """
 
     def __init__(self, model: TransformerLM, stages: int):
@@ -50,6 +50,10 @@ class PipelinedLM(TransformerLM):
         if stages < 1 or len(layers) % stages:
             raise ValueError(
                 f"stages must divide the number of layers, {len(layers)}, got {stages}"
+            )
+        if model.config.keys_from is not None:
+            raise ValueError(
+                "a model whose layers share keys and values (keys_from) cannot be divided in stages"
             )
         if jax.tree.leaves(nnx.state(model, Centroids)):
             raise ValueError("a model with centroids cannot be divided in stages")

@@ -43,6 +43,11 @@ def prune_heads(model: Model, keep: Sequence[Sequence[int]]) -> Model:
             f"model must be a Transformer without stages, got a {type(model).__name__}"
         )
     config = model.config
+    if config.keys_from is not None:
+        raise ValueError(
+            "model must have keys_from=None: the heads of layers that share keys and values cannot "
+            "be pruned for each layer alone"
+        )
     heads, key_heads = config.num_heads, config.num_kv_heads or config.num_heads
     for layer, block in enumerate(model.blocks):
         _check_mixer(layer, block.mixer, (heads, key_heads))

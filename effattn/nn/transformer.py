@@ -22,6 +22,7 @@ from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.module import Module
 from effattn.nn.placement import ACTIVATIONS, axes
 from effattn.nn.routing import routing_mixers
+from effattn.nn.shared_keys import Keys
 from effattn.nn.sinusoidal import sinusoidal_positions
 from effattn.nn.tokens import indices_of, token_ids, valid_tokens
 
@@ -196,11 +197,18 @@ class Transformer(Module):
         x = self._embed(tokens, positions, valid, name)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
         routing: Routing = ()
+        kept: dict[int, Keys] = {}
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
             x = mesh_axes.constrained(x, ACTIVATIONS)
             if before is not None:
                 before(block, x, lengths, segment_ids)
-            x, stats = self._block(block, x, lengths, segment_ids, _fold_in(key, layer), *context)
+            given = x, lengths, segment_ids, _fold_in(key, layer)
+            source = self.config.key_source(layer)
+            if source is None:
+                x, stats = self._block(block, *given, *context)
+            else:
+                of_source = kept.get(source)
+                x, stats, kept[layer] = self._block(block, *given, of_source, method="with_keys")
             routing += stats
         return self.norm(x), routing
 
@@ -226,8 +234,12 @@ class Transformer(Module):
         if self.positions is not None:
             check_capacity(state.length, lengths, self.positions.num_embeddings)
         x = self._embed(tokens, positions_from(state.length, time), within(lengths, time))
-        layers = []
-        for block, layer, *context in zip(self.blocks, state.layers, *contexts, strict=True):
+        layers: list[Any] = []
+        several = zip(self.blocks, state.layers, *contexts, strict=True)
+        for number, (block, layer, *context) in enumerate(several):
+            source = self.config.key_source(number)
+            if source is not None and source != number:
+                context = [layers[source]]
             x, layer = mesh_axes.extended(_extend_block, block, x, layer, lengths, *context)
             layers.append(layer)
         return self.norm(x), TransformerState(tuple(layers), state.length + lengths)
@@ -246,18 +258,21 @@ class Transformer(Module):
         # a long sum in 16 bits stops growing.
         return x.astype(dtypes_of(self.config)["dtype"])
 
-    def _block(self, block, x, *args):
+    def _block(self, block, x, *args, method="with_routing"):
+        """The results of a method of the block: x, statistics of experts, and any shared keys."""
+
         def call(block, x, lengths, segment_ids, key, *context):
-            return block.with_routing(
-                x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key
-            )
+            run = getattr(block, method)
+            return run(x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key)
 
         if self.config.remat:
             policy = self.config.remat_policy
             if isinstance(policy, str):
                 policy = getattr(jax.checkpoint_policies, policy)
             call = jax.checkpoint(call, policy=policy)
-        specs = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()
+        specs = [PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()]
+        if method == "with_keys":
+            specs.append(PartitionSpec(*mesh_axes.spec(x)[:2]))
         return mesh_axes.placed(call, x, *specs)(block, x, *args)
 
 

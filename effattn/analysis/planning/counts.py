@@ -320,7 +320,7 @@ def split(config, layer, module):
 class _Model(TransformerLM):
     """A model that calls all layers by one function, which JAX traces once for layers alike."""
 
-    def _block(self, block, x, *_):
+    def _block(self, block, x, *_, **__):
         return _call(self.config.remat, self.config.remat_policy)(block, x), ()
 
 

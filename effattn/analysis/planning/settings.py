@@ -153,6 +153,10 @@ def make(
     config = model.config if isinstance(model, TransformerLM) else model
     if not isinstance(config, TransformerConfig):
         raise ValueError(f"model must be a TransformerConfig or a TransformerLM, got {model!r}")
+    if config.keys_from is not None:
+        raise ValueError(
+            "model must have keys_from=None: plans do not count keys and values that layers share"
+        )
     for name, number in (("context", context), ("batch", batch), ("microbatches", microbatches)):
         checks.at_least(name, number, 1)
     for axis, size in mesh.items():

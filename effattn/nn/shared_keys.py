@@ -1,0 +1,158 @@
+"""Self-attention of layers that share keys and values."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import registry
+from effattn.arrays import checks, mesh_axes
+from effattn.cores import sequence_parts
+from effattn.decode.contiguous import ContiguousState
+from effattn.decode.state import new_lengths
+from effattn.decode.tokens import TokenState
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
+
+Keys = tuple[jax.Array, jax.Array]
+
+_DECODER = "effattn.decode.contiguous:ContiguousDecoder"
+
+
+class SharedKeysAttention(SelfAttention):
+    """Self-attention that shares keys and values with other layers, or reads those of another one.
+
+        q = rotary(x Wq);   y = attention(q, k, v) Wo
+        k, v = rotary(x Wk), x Wv    with `has_keys`, else those of another layer
+
+    Models make it for the layers of `TransformerConfig.keys_from`. The decode state of a layer with
+    keys is a KV cache, and a layer without keys reads that cache. The mechanism must have a cache
+    of all tokens and no parameters of its own, such as "softmax".
+
+    Args:
+      has_keys: whether the layer projects keys and values.
+      **options: as in `SelfAttention`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        attention: str = "softmax",
+        *,
+        has_keys: bool = True,
+        **options: SelfAttentionOptions,
+    ):
+        super().__init__(in_features, num_heads, attention, **options)
+        able = [name for name in registry.names("causal") if _shares(registry.get(name))]
+        if not self.binding.registered or self.binding.name not in able:
+            raise ValueError(
+                f"layers that share keys and values must have a mechanism among {', '.join(able)}, "
+                f"got {self.binding.name!r}"
+            )
+        self.has_keys = checks.flag("has_keys", has_keys)
+        if not has_keys:
+            del self.key, self.value, self.key_norm
+
+    @mesh_axes.on_mesh_of_input
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        keys: Keys | None = None,
+    ) -> jax.Array:
+        """Mixes whole sequences.
+
+        `keys` are those that `with_keys` of another layer returned, for a layer without keys. Other
+        arguments are as in `SelfAttention`.
+        """
+        padding = {"lengths": lengths, "segment_ids": segment_ids}
+        return self.with_keys(x, **padding, rngs=rngs, keys=keys)[0]
+
+    @mesh_axes.on_mesh_of_input
+    def with_keys(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        keys: Keys | None = None,
+    ) -> tuple[jax.Array, Keys]:
+        """Returns the output of a call, and the keys `(B, T, K, H)` and values `(B, T, K, Hv)`."""
+        sequence_parts.check_mixer(self)
+        x, positions, keywords = self._whole(x, lengths, segment_ids)
+        query, key, value = self._heads_and_keys(x, positions, keys)
+        out = self._attend((query, key, value), **keywords, **self._dropout(rngs))
+        return self.out(out), (key, value)
+
+    def extend(
+        self,
+        x: jax.Array,
+        state: Any,
+        *,
+        lengths: jax.Array | None = None,
+        keys: ContiguousState | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Mixes T >= 1 new tokens with the tokens that were read before.
+
+        A layer without keys takes, as `keys`, the state of the layer with keys after its call of
+        `extend` with these tokens. Other arguments are as in `SelfAttention`.
+        """
+        return self._extended(x, state, lengths, keys)
+
+    def _extend(self, x, state, lengths, keys=None):
+        if self.has_keys:
+            return super()._extend(x, state, lengths)
+        if not isinstance(keys, ContiguousState):
+            raise ValueError(
+                "keys must be the ContiguousState that the layer with keys returned for these "
+                f"tokens, got {type(keys).__name__}"
+            )
+        query, *given = self._heads_and_keys(x, self._positions(x, state), (keys.key, keys.value))
+        lengths = new_lengths(lengths, *x.shape[:2])
+        given = [array.astype(query.dtype) for array in given]
+        out = self._decoder().attend(query, *given, state.length, lengths)
+        return self.out(out), dataclasses.replace(state, length=state.length + lengths)
+
+    def _empty(self, batch, max_length, dtype):
+        if self.has_keys:
+            return super()._empty(batch, max_length, dtype)
+        return TokenState((), jnp.zeros((batch,), jnp.int32))
+
+    def _heads_and_keys(self, x, positions, keys):
+        """Query, key and value; with `has_keys`, those of x."""
+        if self.has_keys:
+            return self._heads(x, positions)
+        if keys is None:
+            raise ValueError(
+                "keys must be given to a layer that reads the keys and values of another layer; "
+                "call the whole model, or pass the keys that with_keys of that layer returned"
+            )
+        for name, array, size in zip(
+            ("keys", "values"), keys, (self.head_dim, self.value_dim), strict=True
+        ):
+            if array.shape[2:] != (self.num_kv_heads, size):
+                raise ValueError(
+                    f"{name} of another layer must have {self.num_kv_heads} heads of size {size}, "
+                    f"as this layer has, got {array.shape[2:]}; give both layers the same options"
+                )
+        query = self._project_queries(x)
+        if self.rotary is not None and positions is not None:
+            query = self.rotary(query, positions)
+        return query, *keys
+
+    def _project_keys(self, *args: Any, **given: Any) -> Keys:
+        if not self.has_keys:
+            raise ValueError("this layer has no keys and values: it reads those of another layer")
+        return super()._project_keys(*args, **given)
+
+
+def _shares(mechanism: registry.Mechanism) -> bool:
+    """Returns whether the mechanism has a cache of all tokens, and no parameters of its own."""
+    return mechanism.decoder == _DECODER and mechanism.mixer == "effattn.nn.SelfAttention"
