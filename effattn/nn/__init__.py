@@ -12,6 +12,7 @@ from effattn.nn.based import BasedSelfAttention
 from effattn.nn.bidirectional import Bidirectional
 from effattn.nn.block import Block
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
+from effattn.nn.compressive import CompressiveAttention, CompressiveState
 from effattn.nn.configuration import TransformerConfig
 from effattn.nn.convert import Conversion, conversion, convert
 from effattn.nn.convolution import DilatedConvolution
@@ -99,6 +100,8 @@ __all__ = [
     "BlockLinformerSelfAttention",
     "Centroids",
     "ChunkedFeedForward",
+    "CompressiveAttention",
+    "CompressiveState",
     "Conversion",
     "ConvolutionAttention",
     "ConvolutionalClassifier",
