@@ -127,7 +127,8 @@ RULES: dict[str, tuple[Run, ...]] = {
     ),
     r"cores/relative_segments": (
         (("tests/nn/test_transformer_xl.py",), None),
-        (("tests/laws/test_laws.py",), "transformer_xl"),
+        (("tests/nn/test_compressive.py",), None),
+        (("tests/laws/test_laws.py",), "transformer_xl or compressive"),
     ),
     r"cores/native_sparse": (
         (("tests/functional/test_native_sparse.py",), None),

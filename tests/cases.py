@@ -578,6 +578,24 @@ MIXERS = {
             "short": {"segment_size": 2, "num_slots": 1},
         },
     ),
+    "compressive": Case(
+        variants={
+            "": {
+                "segment_size": 2,
+                "memory_size": 4,
+                "num_slots": 2,
+                "compression_rate": 2,
+                "stop_gradient": False,
+            },
+            "max": {
+                "segment_size": 3,
+                "memory_size": 3,
+                "num_slots": 1,
+                "compression_rate": 3,
+                "compression": "max",
+            },
+        },
+    ),
     "transformer_xl": Case(
         variants={
             "": {"segment_size": 3, "memory_size": 5},

@@ -46,6 +46,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "rwkv4_mixing",
                 "attention_free",
                 "Bidirectional",
+                "CompressiveAttention",
                 "DilatedConvolution",
                 "GRU",
                 "LSTM",

@@ -48,7 +48,7 @@ def naive(query, key, value, pairs, *, gate, segment_size, scale, delta_rule=Fal
             read = normalized(products @ jnp.concatenate([values, one], 1))
             return values - is_this[:, None] * read, None
 
-        value, _ = jax.lax.scan(of_token, value, (jnp.eye(len(key)), products))
+        value, _ = jax.lax.scan(of_token, value, (jnp.eye(len(key), dtype=value.dtype), products))
     products = jnp.where(pairs.allowed & is_earlier, query @ key.T, 0)
     memory = normalized(products @ jnp.concatenate([value, one], 1))
     share = jax.nn.sigmoid(gate.astype(local.dtype))

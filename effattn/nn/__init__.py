@@ -14,6 +14,7 @@ from effattn.nn.bidirectional import Bidirectional
 from effattn.nn.block import Block
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.channel_mixing import RWKV4ChannelMix, RWKV6ChannelMix, RWKV7ChannelMix
+from effattn.nn.compressive import CompressiveAttention, CompressiveState
 from effattn.nn.configuration import TransformerConfig
 from effattn.nn.convert import Conversion, conversion, convert
 from effattn.nn.convolution import DilatedConvolution
@@ -127,6 +128,8 @@ __all__ = [
     "BlockLinformerSelfAttention",
     "Centroids",
     "ChunkedFeedForward",
+    "CompressiveAttention",
+    "CompressiveState",
     "Conversion",
     "ConvolutionAttention",
     "ConvolutionalClassifier",

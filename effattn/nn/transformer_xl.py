@@ -1,6 +1,6 @@
 """Mixer with the attention of Transformer-XL: segments, a memory and relative positions."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,10 @@ from jax import lax
 
 from effattn.arrays import checks
 from effattn.arrays.segments import positions_from
-from effattn.cores import relative_segments, sequence_parts
-from effattn.cores.relative_segments import Keys, Places, Terms
-from effattn.decode import ring
-from effattn.decode.decoder import Sizes
+from effattn.cores import sequence_parts
+from effattn.cores.relative_segments import Keys, Places, Sizes, Terms, attend
+from effattn.decode import decoder, ring
+from effattn.decode.ring import RingState
 from effattn.decode.state import new_lengths
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
@@ -86,60 +86,75 @@ class TransformerXLAttention(CausalMixer):
 
     def _mix_all(self, x, lengths, segment_ids):
         # Causality: the tokens of x do not read the padding at the end of a row.
+        own, memory, _ = self._read(x, segment_ids)
+        return self._attended(x, own, memory, aligned=segment_ids is None)
+
+    def _read(self, x: jax.Array, segment_ids: jax.Array | None) -> tuple[Keys, Keys, Places]:
+        """Keys that tokens x read in their segment and in the memory, and the places of x."""
         batch, time = x.shape[:2]
         aligned = segment_ids is None
         if aligned:
             sequence_parts.check_blocks("segments", self.segment_size, time)
-            segment_ids = jnp.ones((batch, time), jnp.int32)
-        positions = sequence_parts.positions(time, None if aligned else segment_ids)
+        positions = sequence_parts.positions(time, segment_ids)
+        ids = jnp.ones((batch, time), jnp.int32) if segment_ids is None else segment_ids
         reach = self.memory_size if aligned else self._span
         if sequence_parts.current() is None:
             most = (max(time, 1) - 1) // self.segment_size * self.segment_size
             reach = min(reach, most if aligned else max(time, 1) - 1)
-        places = Places(jnp.broadcast_to(positions, (batch, time)), segment_ids)
+        places = Places(jnp.broadcast_to(positions, (batch, time)), ids)
 
         def read(x):
             keys = Keys(self.key(x), self.value(x), places)
             return jax.tree.map(lambda x: sequence_parts.with_tokens_before(x, reach), keys)
 
         own = read(x)
-        memory = read(lax.stop_gradient(x)) if self.stop_gradient else own
-        return self._attended(x, own, memory, aligned)
+        return own, read(lax.stop_gradient(x)) if self.stop_gradient else own, places
 
     def _empty(self, batch, max_length, dtype):
-        sizes = Sizes(batch, max_length, self.num_heads, self.head_dim, self.head_dim, dtype)
-        return ring.empty(self._span, sizes)
+        return ring.empty(self._span, self._cached(batch, max_length, dtype))
+
+    def _cached(self, batch: int, max_length: int, dtype: Any) -> decoder.Sizes:
+        size = self.head_dim
+        return decoder.Sizes(batch, max_length, self.num_heads, size, size, dtype)
 
     def _extend(self, x, state, lengths):
-        checks.known_length("decoding Transformer-XL", x, axis=-2)
-        batch, time = x.shape[:2]
-        more, kept, span = new_lengths(lengths, batch, time), state.key.shape[1], self._span
+        own, memory, after = self._append(x, state, new_lengths(lengths, *x.shape[:2]))
+        return self._attended(x, own, memory, aligned=False), after
+
+    def _append(
+        self, x: jax.Array, state: RingState, more: jax.Array
+    ) -> tuple[Keys, Keys, RingState]:
+        """Keys that new tokens x read in their segment and in the memory, and the new state."""
+        checks.known_length(f"decoding with {type(self).__name__}", x, axis=-2)
+        kept, span = state.key.shape[1], self._span
         if self.stop_gradient:
             state = lax.stop_gradient(state)
-        positions = positions_from(state.length - kept, kept + time)
+        positions = positions_from(state.length - kept, kept + x.shape[1])
 
         def read(x):
             key, value, filled, after = ring.append(state, self.key(x), self.value(x), more, span)
             return Keys(key, value, Places(positions, filled.astype(jnp.int32))), after
 
         own, after = read(x)
-        memory = read(lax.stop_gradient(x))[0] if self.stop_gradient else own
-        return self._attended(x, own, memory, aligned=False), after
+        return own, read(lax.stop_gradient(x))[0] if self.stop_gradient else own, after
 
-    def _attended(self, x, own: Keys, memory: Keys, aligned: bool) -> jax.Array:
+    @property
+    def _sizes(self) -> Sizes:
+        return Sizes(self.segment_size, self.memory_size)
+
+    def _attended(
+        self, x: jax.Array, own: Keys, memory: Keys, aligned: bool, slots: Keys | None = None
+    ) -> jax.Array:
         """Outputs `(B, T, D)` of the tokens x, the last ones of the keys."""
 
         def of_distance(distances):
             return self.distance(sinusoidal_positions(distances, self.distance_features, x.dtype))
 
-        biases = self.content_bias[...], self.position_bias[...]
-        out = relative_segments.attend(
-            self.query(x),
-            own,
-            memory,
-            Terms(of_distance, *biases, self.head_dim**-0.5),
-            segment=self.segment_size,
-            memory_size=self.memory_size,
-            aligned=aligned,
+        terms = Terms(
+            of_distance,
+            self.content_bias[...],
+            self.position_bias[...],
+            self.head_dim**-0.5,
         )
-        return self.out(out)
+        heads = self.query(x), own, memory
+        return self.out(attend(*heads, terms, self._sizes, aligned=aligned, slots=slots))

@@ -51,7 +51,8 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
         `nn.LSTM`, `nn.SLSTM` and `nn.GRU` may also read both directions. Each device must have
         whole segments of `nn.RecurrentMemoryAttention`.
         directions. Each device must have whole segments of `nn.RecurrentMemoryAttention`
-        and `nn.TransformerXLAttention`, and at least the memory of the latter.
+        and `nn.TransformerXLAttention`, and at least the memory of the latter;
+        `nn.CompressiveAttention` also needs the tokens of all slots that a segment reads.
       axis_name: the mesh axis that divides the tokens.
 
     Returns:

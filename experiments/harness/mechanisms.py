@@ -80,6 +80,12 @@ def sizes(
         "routing": {"num_clusters": root, "cluster_size": max(1, length // root)},
         "recurrent_memory": {"segment_size": quarter},
         "infini": {"segment_size": quarter},
+        "compressive": {
+            "segment_size": max(4, quarter // 4 * 4),
+            "memory_size": max(4, quarter // 4 * 4),
+            "num_slots": max(1, quarter // 4),
+            "compression_rate": 4,
+        },
         "transformer_xl": {"segment_size": quarter, "memory_size": quarter},
     }
 

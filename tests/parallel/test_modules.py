@@ -55,6 +55,7 @@ STATES = {
     "gru": {},
     "recurrent_memory": {"segment_size": 4, "num_slots": 2, "rotary": ROTARY},
     "transformer_xl": {"segment_size": 4, "memory_size": 3},
+    "compressive": {"segment_size": 2, "memory_size": 2, "num_slots": 2, "compression_rate": 2},
 }
 CHANNELS = {
     "hyena": {"max_length": TOKENS, "filter_features": 5, "frequency": 1.0},
