@@ -118,6 +118,22 @@ def _of_row(ids, size):
     return tuple(blocks)
 
 
+def moved(
+    given: attention.Arguments, size: int, length: int
+) -> tuple[Blocks, jax.Array, jax.Array]:
+    """Blocks for the documents of a call, and the ids of queries and keys there; 0 is padding."""
+    assert given.segments is not None
+    ids = given.segments[0]
+    blocks = blocks_of(ids, size)
+
+    def gather(lengths):
+        return blocks.gather_ids(
+            ids if lengths is None else jnp.where(within(lengths, length), ids, 0)
+        )
+
+    return blocks, gather(given.query_lengths), gather(given.key_lengths)
+
+
 def attend(
     query: jax.Array,
     key: jax.Array,
@@ -144,14 +160,8 @@ def attend(
       first_block: bool `(#K)`, whether the first block of a document attends to itself. None means
         that all blocks attend to themselves.
     """
-    assert given.segments is not None
-    ids, length = given.segments[0], query.shape[-3]
-    blocks = blocks_of(ids, size)
-    moved = tuple(
-        blocks.gather_ids(ids if lengths is None else jnp.where(within(lengths, length), ids, 0))
-        for lengths in (given.query_lengths, given.key_lengths)
-    )
-    m, number = _numbers(blocks, moved[1], size)
+    blocks, of_queries, of_keys = moved(given, size, query.shape[-3])
+    m, number = _numbers(blocks, of_keys, size)
     by_row, by_column = (lambda x: x[..., None, :, None]), (lambda x: x[..., None, None, :])
     first = jnp.where(blocks.is_used, blocks.first, -1)
     is_pair = (by_row(first) == by_column(first)) & by_row(blocks.is_used)
@@ -167,7 +177,6 @@ def attend(
         positions=(blocks.token, blocks.token) if needs_positions else None,
     )
     query, key, value = map(blocks.gather, (query, key, value))
-    of_queries, of_keys = moved
 
     def over(is_pair, is_kept):
         """Attends over pairs of blocks, from and to the tokens that are kept."""

@@ -8,42 +8,50 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks
+from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
-from effattn.cores import attention, folding, sequence_parts
+from effattn.cores import attention, document_blocks, folding, sequence_parts
 from effattn.functional import softmax
 from effattn.functional.linformer import mean_pooling, project
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Sink, Softmax, Tile, declared
+from effattn.options import Packing, Sink, Softmax, Tile, declared
+from effattn.patterns.layouts import BlockLayout
 
 
-class Options(Sink, Tile, Softmax, total=False):
+class Options(Packing, Sink, Tile, Softmax, total=False):
     """The shared options of `block_linformer_attention`."""
 
 
 def naive(query, key, value, pairs, *, scale, key_projection, value_projection):
     """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`; E and F `(r, b)`.
 
-    Returns output and log-sum-exp.
+    Returns output and log-sum-exp. In packed rows, blocks count from the start of the document.
     """
     r, b = key_projection.shape
-    M = -(-len(key) // b)
-
-    def blocks(x):
-        return jnp.pad(x, ((0, -len(x) % b), (0, 0))).reshape(M, b, x.shape[1])
+    token = jnp.arange(len(key))
+    inside = jnp.minimum(token[:, None] + jnp.arange(b), len(key) - 1)  # (T, b)
+    of_document = pairs.key_ids[inside] == pairs.key_ids[:, None]
+    members = of_document & (token[:, None] + jnp.arange(b) < len(key)) & pairs.present[inside]
 
     def with_slots(projection, x):
-        slots = (projection @ blocks(x)).astype(x.dtype).reshape(M * r, x.shape[1])
-        return jnp.concatenate([x, slots])  # (T + M r, ...) for M blocks
+        """`(T + T r, ...)`: the tokens, and slots as if each token began a block."""
+        tokens = jnp.where(members[..., None], x[inside], 0)
+        slots = (projection @ tokens).astype(x.dtype).reshape(len(x) * r, x.shape[1])
+        return jnp.concatenate([x, slots])
 
     key, value = with_slots(key_projection, key), with_slots(value_projection, value)
-    i, j, has_keys = pairs.i[:, None], pairs.j, blocks(pairs.present[:, None]).any((1, 2))
-    m, slot = jnp.divmod(jnp.arange(M * r), r)
-    own = pairs.allowed & (i // b == j // b)
-    earlier = pairs.valid[:, None] & (m < i // b) & has_keys[m]
-    pairs = pairs.with_keys(jnp.hstack([own, earlier]), jnp.hstack([j, m * b + slot]))
+    m = pairs.places // b
+    is_same = pairs.query_ids[:, None] == pairs.key_ids
+    begins = (pairs.places % b == 0) & members.any(1)
+    own = pairs.allowed & (m[:, None] == m)
+    earlier = pairs.valid[:, None] & is_same & begins & (m < m[:, None])
+    start, slot = jnp.divmod(jnp.arange(len(token) * r), r)
+    allowed = jnp.hstack([own, jnp.repeat(earlier, r, 1)])
+    pairs = pairs.with_keys(allowed, jnp.hstack([pairs.j, start + slot]))
     return softmax.naive(query, key, value, pairs, scale=scale)
 
 
@@ -67,8 +75,9 @@ def block_linformer_attention(
 
     A query in block m attends, in one softmax, to the tokens of its own block up to itself and to
     the slots of blocks 0 to m - 1. All slots of a block count: slots that only cover padding have
-    logit 0 and value 0. With r = b and identity projections, or with one block for the whole
-    sequence, the result is causal `effattn.dot_product_attention`.
+    logit 0 and value 0. Blocks of a packed document count from its start. With r = b and identity
+    projections, or with one block for the whole sequence, the result is causal
+    `effattn.dot_product_attention`.
 
     Time O(T (b + r T / b) (H + Hv)), that is O(T sqrt(r T) (H + Hv)) for b near sqrt(r T); memory
     O(T), forward and backward, in addition to the projections.
@@ -79,8 +88,9 @@ def block_linformer_attention(
       value: `(*B, T, K, Hv)`.
       key_projection: E, `(r, b)`, or `(K, r, b)` with one matrix for each key head; r is at most b.
       value_projection: F, as key_projection, with the same r and b.
-      **options: padding, scale, soft cap, sink, dropout, log-sum-exp, tiles and execution:
-        see `effattn.options`. Padded keys are in no slot, and blocks without keys have no slots.
+      **options: padding, packing, scale, soft cap, sink, dropout, log-sum-exp, tiles and
+        execution: see `effattn.options`. `segment_ids` are one array `(*B, T)`. Padded keys are in
+        no slot, and blocks without keys have no slots.
         Dropout drops the weight of slot s of a block where exact attention would drop the weight of
         the block's token s.
 
@@ -93,14 +103,16 @@ def block_linformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check(
         "block_linformer_attention", query, key, value, is_causal=True, **options
     )
     checks.self_attention("block_linformer_attention", query, key)
     checks.known_length("block_linformer_attention", query)
     projections = check_projections(key_projection, value_projection, key.shape[-2])
+    attend = _attend if given.segments is None or not query.shape[-3] else _attend_packed
     with jax.named_scope("block_linformer_attention"):
-        out, lse = _attend(projections, query, key, value, given)
+        out, lse = attend(projections, query, key, value, given)
     return attention.results(out, lse, given)
 
 
@@ -165,6 +177,70 @@ def _attend(projections, query, key, value, given: attention.Arguments):
     return combine(*zip(own, of_earlier, strict=True))
 
 
+def _attend_packed(projections, query, key, value, given: attention.Arguments):
+    """Attends within documents, which are moved so that each begins a block."""
+    if sequence_parts.current() is not None:
+        raise ValueError(
+            "segment_ids need whole rows, because a document begins a block, got a part of a row "
+            "on each device; leave segment_ids out, or call exchange_heads"
+        )
+    assert given.segments is not None
+    row_ids = given.segments[0]
+    slots, size = projections[0].shape[-2:]
+    blocks, of_queries, of_keys = document_blocks.moved(given, size, query.shape[-3])
+    query, key, value = map(blocks.gather, (query, key, value))
+    axis, count = query.ndim - 3, blocks.first.shape[-1]
+    fold = functools.partial(folding.fold, size=size, axis=axis)
+    given = dataclasses.replace(given, query_lengths=None, key_lengths=None)
+    tokens = fold(blocks.token)
+    inside = dataclasses.replace(
+        given,
+        segments=(fold(of_queries), fold(of_keys)),
+        positions=(tokens, tokens) if given.dropout_rate else None,
+        origin=_origin_of_examples(count) if given.dropout_rate else None,
+    )
+    own = tuple(
+        folding.unfold(x, blocks.token.shape[-1], axis)
+        for x in attention.attend(fold(query), fold(key), fold(value), inside)
+    )
+
+    is_key = blocks.is_main & (of_keys != 0)
+    keys, values = (
+        project_blocks(projection, jnp.where(is_key[..., None, None], x, 0), None, given.precision)
+        for projection, x in zip(projections, (key, value), strict=True)
+    )
+    # The first token of a block belongs to its main document.
+    ids = jnp.where(fold(is_key).any(-1), fold(blocks.gather_ids(row_ids))[..., 0], 0)
+    number = np.arange(count)
+    earlier = np.broadcast_to(number[:, None] > number, (count, count))
+    layout = BlockLayout.from_block_mask(
+        earlier, tile=(size, slots), lengths=(count * size, count * slots)
+    )
+    of_slots = tokens[..., :1] + lead(jnp.arange(slots, dtype=jnp.int32), tokens.ndim)
+    before = dataclasses.replace(
+        given,
+        is_causal=False,
+        sink=None,
+        tile=None,
+        layout=layout,
+        segments=(of_queries, jnp.repeat(ids, slots, -1)),
+        positions=(
+            (blocks.token, of_slots.reshape(*ids.shape[:-1], count * slots))
+            if given.dropout_rate
+            else None
+        ),
+    )
+    of_earlier = attention.attend(query, keys, values, before)
+    out, lse = combine(*zip(own, of_earlier, strict=True))
+    return blocks.gather_back(out), blocks.gather_back(lse)
+
+
+@functools.cache
+def _origin_of_examples(blocks: int):
+    """Returns an origin that maps a block to its example."""
+    return lambda b, h, i, j: (b // blocks, h, i, j)
+
+
 def project_blocks(projection, array, lengths, precision):
     """Projects `(*B, M b, K, H)` to `(*B, M r, K, H)`; `lengths (*B, M)` are valid tokens."""
     axis = array.ndim - 3
@@ -203,9 +279,6 @@ registry.register(
         paper="a causal variation of Wang et al. 2020, Linformer",
         function=block_linformer_attention,
         capabilities=frozenset({"causal"}),
-        reasons={
-            "segments": "its slots would mix documents that share a block",
-        },
         options_at=_means_in_blocks,
         builder="effattn.nn.block_linformer:BlockLinformerSelfAttention",
         decoder="effattn.decode.block_linformer:BlockLinformerDecoder",

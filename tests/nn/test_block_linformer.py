@@ -96,8 +96,3 @@ def test_a_model_generates_past_a_block():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         made(**options)
-
-
-def test_who_packs_documents_is_told_why_it_cannot():
-    with pytest.raises(ValueError, match="lacks 'segments' .* its slots would mix documents"):
-        made()(X, segment_ids=np.ones((2, LENGTH), int))

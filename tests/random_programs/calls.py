@@ -27,6 +27,8 @@ MAPPED = 2
 
 # Comparisons of numbers decide which keys a query sees, and rounding to 16 bits changes these.
 COMPARES = frozenset({"routing"})
+# Mechanisms that take the ids of tokens, and no pair for queries and keys.
+ONE_ARRAY = frozenset({"routing", "bigbird", "random", "block_sparse", "block_linformer"})
 # Mechanisms whose naive form steps through the tokens.
 STATES = frozenset(
     {
@@ -170,7 +172,8 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     if subject.has("lengths"):
         sides = [side for side in ("query", "key_value") if coin(0.75)] or ["key_value"]
         given |= {f"{side}_seq_lengths" for side in sides}
-    if subject.has("segments") and functions.takes_segments(subject, extent):
+    is_self = sizes.queries == sizes.keys
+    if subject.has("segments") and functions.takes_segments(subject, extent, is_self):
         given |= {"segment_ids"}
     given |= {n for n, c in (("query_offset", "offset"), ("mask", "mask")) if subject.has(c)}
     given |= subject.case.masks.keys()
@@ -190,7 +193,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
             if transformation == "vmap" and array in arrays and coin(0.2):
                 mapped[array] = -1
     pair = sizes.queries != sizes.keys or coin(0.3)
-    if name == "routing" or is_causal and "state" in entry.capabilities:
+    if name in ONE_ARRAY or is_causal and "state" in entry.capabilities:
         pair = False
     integers = {}
     most = max(sizes.queries, sizes.keys)
