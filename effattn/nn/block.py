@@ -97,7 +97,12 @@ class Layer(Module):
         return LayerState(state, self.feed_forward.init_state(batch, dtype))
 
     def _extended(
-        self, x: jax.Array, state: Any, lengths: jax.Array | None, *between: Sublayer
+        self,
+        x: jax.Array,
+        state: Any,
+        lengths: jax.Array | None,
+        *between: Sublayer,
+        keys: Any = None,
     ) -> tuple[jax.Array, Any]:
         """Applies the layer to new tokens, with the sublayers `between` the others."""
         has_state = isinstance(self.feed_forward, ChannelMixing)
@@ -118,9 +123,12 @@ class Layer(Module):
                 return self.feed_forward.extend(h, lengths=lengths), None
             return self.feed_forward(h), None
 
+        shared: Any = {}
+        if keys is not None:
+            shared = {"keys": keys.mixer if isinstance(keys, LayerState) else keys}
         x, of_mixer, _ = self._sublayers(
             x,
-            lambda h: self.mixer.extend(h, of_mixer, lengths=lengths),
+            lambda h: self.mixer.extend(h, of_mixer, lengths=lengths, **shared),
             (*between, (self.feed_forward_norm, feed_forward)),
             None,
         )
@@ -222,15 +230,17 @@ class Block(Layer):
         def mix(h):
             return self.mixer.with_keys(h, **padding, rngs=mixer_key, keys=keys)
 
-        others = self._others(lambda experts, h: experts.with_routing(h, **padding))
-        x, shared, routing = self._sublayers(x, mix, others, dropout_keys)
+        x, shared, routing = self._sublayers(x, mix, (self._after_mixer(**padding),), dropout_keys)
         return x, routing, shared
 
     def extend(
         self, x: jax.Array, state: Any, keys: Any = None, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """Applies the layer to T new tokens; `state` is that of `init_state`."""
-        return self._extended(x, state, lengths)
+        """Applies the layer to T new tokens; `state` is that of `init_state`.
+
+        `keys` is the state of an earlier layer after these tokens, for a layer that has no keys.
+        """
+        return self._extended(x, state, lengths, keys=keys)
 
 
 def build_feed_forward(config: TransformerConfig, layer: int, **common: Any) -> Any:
@@ -246,16 +256,6 @@ def build_feed_forward(config: TransformerConfig, layer: int, **common: Any) -> 
         sizes = dataclasses.asdict(experts)
         return MixtureOfExperts(features, hidden, **sizes, **kind, **common)
     return FeedForward(features, hidden, use_bias=config.use_bias, **kind, **common)
-        """Applies the layer to T new tokens; `state` is the mixer's decode state.
-
-        `keys` is the state of an earlier layer after these tokens, for a layer that has no keys.
-        """
-        others = self._others(lambda experts, h: (experts.extend(h, lengths=lengths), None))
-        shared = {} if keys is None else {"keys": keys}
-        x, state, _ = self._sublayers(
-            x, lambda h: self.mixer.extend(h, state, lengths=lengths, **shared), others, None
-        )
-        return x, state
 
 
 def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:

@@ -24,6 +24,8 @@ class ChannelMixing(Module):
     shift, one row for each input: that of the gate, if it has one, and that of the key.
     """
 
+    receptance: Any  # None without a gate
+
     def __init__(
         self,
         in_features: int,

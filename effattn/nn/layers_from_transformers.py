@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from effattn.nn.channel_mixing import RWKV4ChannelMix
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_delta_net import GatedDeltaNet
 from effattn.nn.latent import LatentAttention
@@ -16,7 +17,7 @@ from effattn.nn.mamba2 import Mamba2
 from effattn.nn.pretrained import array_of, some
 from effattn.nn.rg_lru import RGLRU
 from effattn.nn.rotary import RotaryEmbedding
-from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
+from effattn.nn.rwkv4 import RWKV4
 from effattn.nn.self_attention import SelfAttention
 
 _KINDS = "weight", "bias"

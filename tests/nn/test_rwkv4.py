@@ -1,7 +1,4 @@
-"""RWKV-4: its channel mixing."""
-"""RWKV-4 agrees with Hugging Face's transformers (`tests/golden`); the channel mixings of RWKV."""
-
-import pathlib
+"""The channel mixings of RWKV."""
 
 import jax
 import numpy as np
