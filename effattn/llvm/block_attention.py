@@ -52,8 +52,8 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
 
 LIMITS = dispatch.Limits(
     ("float32",),
-    others="llvmlite; no options beyond causality, windows, lengths and documents; static "
-    "query_offset and scale",
+    others="llvmlite; no options beyond causality, windows, lengths, documents and a bias of keys; "
+    "static query_offset and scale",
 )
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -64,16 +64,23 @@ def refusal(config: Config, x: Inputs) -> str | None:
     for array in (x.query, x.key, x.value):
         if reason := LIMITS.refusal(array.dtype):
             return reason
-    arrays = "additive", "bias", "mask", "positions", "layout"
+    arrays = "additive", "mask", "positions", "layout"
     options = "activation", "soft_cap", "score_mod", "pattern", "tile"
     given = [name for name in arrays if getattr(x, name) is not None]
     given += [name for name in options if getattr(config, name) is not None]
     given += ["dropout"] if config.dropout_rate else []
     given += ["a traced scale"] if config.scale is None else []
     given += ["a traced query_offset"] if config.offset is None else []
+    given += [] if x.bias is None or _is_of_keys(config, x) else ["a bias of other pairs than keys"]
     if given:
         return f"does not take {' and '.join(given)}"
     return runtime.refusal()
+
+
+def _is_of_keys(config, x):
+    """Whether the bias is one number for each key, whatever the query."""
+    *_, queries, keys = x.bias.shape
+    return queries == 1 and keys == x.key.shape[-3] and x.bias.dtype == _FLOAT32 and config.scale
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -83,7 +90,8 @@ def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp, and the rounding error of the log-sum-exp."""
-    out, lse, lse_error = _attention(("forward", config), *_arrays(x))
+    heads = _with_bias(config, x.query, x.key, x.value, x.bias)
+    out, lse, lse_error = _attention(("forward", config), *heads, *_ids(x))
     return out.astype(dtype), lse, lse_error
 
 
@@ -91,9 +99,28 @@ def backward(
     config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
     """Returns the gradients; `delta` `(*B, T, N)` is rowsum(dO * O) - dL."""
-    rows = lse, d_out, delta
-    d_query, d_key, d_value = _attention(("backward", config), *_arrays(x), *rows)
-    return Inputs(query=d_query, key=d_key, value=d_value)
+    given = x.query, x.key, x.value, x.bias
+    heads, pull_back = jax.vjp(functools.partial(_with_bias, config), *given)
+    gradients = _attention(("backward", config), *heads, *_ids(x), lse, d_out, delta)
+    d_query, d_key, d_value, d_bias = pull_back(gradients)
+    return Inputs(query=d_query, key=d_key, value=d_value, bias=d_bias)
+
+
+def _with_bias(config, query, key, value, bias):
+    """Query, key and value, with the bias `(*#B, #K, #G, 1, S)` as one more feature of the keys.
+
+    The product of this feature with the query, times the scale, is the bias.
+    """
+    if bias is None:
+        return query, key, value
+    if bias.shape[-3] > 1:  # query heads of a key head have different biases
+        key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], -2) for x in (key, value))
+    *batch, keys, heads, _ = key.shape
+    bias = bias[..., 0, :].reshape(*bias.shape[:-4], -1, keys)  # (*#B, #N, S)
+    of_keys = jnp.broadcast_to(jnp.swapaxes(bias, -1, -2), (*batch, keys, heads))
+    of_queries = jnp.full((*query.shape[:-1], 1), 1 / config.scale, query.dtype)
+    query = jnp.concatenate([query, of_queries], -1)
+    return query, jnp.concatenate([key, of_keys[..., None]], -1), value
 
 
 # The primitive. Forward, (query, key, value[, query_ids, key_ids]) -> (out, lse, lse_error);
@@ -103,14 +130,14 @@ def backward(
 _ROWS = {"forward": 0, "backward": 3}  # number of arrays after the inputs
 
 
-def _arrays(x: Inputs) -> tuple[jax.Array, ...]:
+def _ids(x: Inputs) -> tuple[jax.Array, ...]:
     query_ids, key_ids = block_attention.ids(x)
     if key_ids is None:
-        return x.query, x.key, x.value
+        return ()
     if query_ids is None:
         batch = (1,) * (x.query.ndim - 3)
         query_ids = jnp.ones((*batch, x.query.shape[-3]), jnp.int32)
-    return x.query, x.key, x.value, query_ids, key_ids
+    return query_ids, key_ids
 
 
 def _split(direction: str, arrays: Any) -> tuple[Inputs, Any]:

@@ -26,6 +26,7 @@ WITH_KERNELS = frozenset(
         "based",
         "cosformer",
         "differential",
+        "forgetting",
         "hedgehog",
         "infini",
         "linear",

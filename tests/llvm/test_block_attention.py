@@ -57,6 +57,8 @@ CASES = {
         },
     ),
     "lengths": Case({}, lambda: LENGTHS),
+    "a bias of keys": Case(square(), lambda: {"is_causal": True}, more={"bias": (4, 1, 150)}),
+    "a bias of keys for all heads": Case({}, lambda: {"scale": 0.3}, more={"bias": (2, 1, 1, 150)}),
     "a mask of keys": Case(
         {}, lambda: {"mask": np.random.default_rng(1).random((2, 1, 1, 150)) < 0.6}
     ),
@@ -272,7 +274,7 @@ def test_exported_programs_have_none():
     ("options", "message"),
     [
         ({"logits_soft_cap": 2.0, "tile": (16, 16)}, "does not take soft_cap and tile"),
-        ({"bias": np.zeros((1, 1, 1, 1))}, "does not take bias"),
+        ({"bias": np.zeros((1, 1, 1, 1))}, "does not take a bias of other pairs than keys"),
         ({"scale": jnp.float32(2)}, "does not take a traced scale"),
         ({"query_offset": jnp.int32(2)}, "does not take a traced query_offset"),
     ],
