@@ -196,11 +196,13 @@ class Transformer(Module):
         x = self._embed(tokens, positions, valid, name)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
         routing: Routing = ()
+        values = None
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
             x = mesh_axes.constrained(x, ACTIVATIONS)
             if before is not None:
                 before(block, x, lengths, segment_ids)
-            x, stats = self._block(block, x, lengths, segment_ids, _fold_in(key, layer), *context)
+            keys = _fold_in(key, layer)
+            x, stats, values = self._block(block, x, values, lengths, segment_ids, keys, *context)
             routing += stats
         return self.norm(x), routing
 
@@ -226,10 +228,17 @@ class Transformer(Module):
         if self.positions is not None:
             check_capacity(state.length, lengths, self.positions.num_embeddings)
         x = self._embed(tokens, positions_from(state.length, time), within(lengths, time))
-        layers = []
+        layers, values = [], None
+        if self.config.value_residual:
+            # The first layer does not read them. They pass through each layer with its state.
+            mixer = self.blocks[0].mixer
+            values = jnp.zeros((batch, time, mixer.num_kv_heads, mixer.head_dim), x.dtype)
         for block, layer, *context in zip(self.blocks, state.layers, *contexts, strict=True):
-            x, layer = mesh_axes.extended(_extend_block, block, x, layer, lengths, *context)
-            layers.append(layer)
+            given = layer if values is None else (layer, values)
+            x, after = mesh_axes.extended(_extend_block, block, x, given, lengths, *context)
+            if values is not None:
+                after, values = after
+            layers.append(after)
         return self.norm(x), TransformerState(tuple(layers), state.length + lengths)
 
     def _embed(self, tokens, positions, valid, name="tokens"):
@@ -246,10 +255,10 @@ class Transformer(Module):
         # a long sum in 16 bits stops growing.
         return x.astype(dtypes_of(self.config)["dtype"])
 
-    def _block(self, block, x, *args):
-        def call(block, x, lengths, segment_ids, key, *context):
-            return block.with_routing(
-                x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key
+    def _block(self, block, x, values, *args):
+        def call(block, x, values, lengths, segment_ids, key, *context):
+            return block.with_values(
+                x, values, *context, lengths=lengths, segment_ids=segment_ids, rngs=key
             )
 
         if self.config.remat:
@@ -257,8 +266,9 @@ class Transformer(Module):
             if isinstance(policy, str):
                 policy = getattr(jax.checkpoint_policies, policy)
             call = jax.checkpoint(call, policy=policy)
-        specs = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()
-        return mesh_axes.placed(call, x, *specs)(block, x, *args)
+        place = mesh_axes.spec(x)
+        specs = PartitionSpec(*place), PartitionSpec(), PartitionSpec(*place[:2])
+        return mesh_axes.placed(call, x, *specs)(block, x, values, *args)
 
 
 def _extend_block(block, x, state, lengths, *context):
