@@ -39,6 +39,10 @@ Sublayer = tuple[
 ]
 
 
+# Mechanisms whose mixers have `with_values` and `extend_with_values`.
+_WITH_VALUES = ("rwkv7",)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerState:
@@ -70,7 +74,7 @@ class Layer(Module):
         )
         self.mixer_norm = norm_of(config, rngs)
         self.feed_forward_norm = None if config.parallel else norm_of(config, rngs)
-        self.post_norm = config.post_norm
+        self.post_norm, self.value_residual = config.post_norm, config.value_residual
         self.dropout_rate = config.dropout_rate
 
     def mixer_input(self, x: jax.Array) -> jax.Array:
@@ -104,7 +108,13 @@ class Layer(Module):
         *between: Sublayer,
         keys: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Applies the layer to new tokens, with the sublayers `between` the others."""
+        """Applies the layer to new tokens, with the sublayers `between` the others.
+
+        In a model with value residual, the state is a pair of a state and the first values.
+        """
+        values = None
+        if self.value_residual:
+            state, values = state
         has_state = isinstance(self.feed_forward, ChannelMixing)
         if has_state != isinstance(state, LayerState):
             raise ValueError(
@@ -133,6 +143,17 @@ class Layer(Module):
             None,
         )
         return x, LayerState(of_mixer, last) if has_state else of_mixer
+        def mix(h):
+            nonlocal values
+            if not self.value_residual:
+                return self.mixer.extend(h, of_mixer, lengths=lengths)
+            y, after, values = self.mixer.extend_with_values(h, of_mixer, values, lengths=lengths)
+            return y, after
+
+        others = (*between, (self.feed_forward_norm, feed_forward))
+        x, after, _ = self._sublayers(x, mix, others, None)
+        after = LayerState(after, last) if has_state else after
+        return x, (after, values) if self.value_residual else after
 
     def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
         """Random key of the mixer, and dropout keys of the mixer output and `others` sublayers."""
@@ -199,16 +220,31 @@ class Block(Layer):
         rngs: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
         """Returns the output of a call, and the statistics of its experts, if it has experts."""
+        return self.with_values(x, None, lengths=lengths, segment_ids=segment_ids, rngs=rngs)[:2]
+
+    @mesh_axes.on_mesh_of_input
+    def with_values(
+        self,
+        x: jax.Array,
+        values: jax.Array | None,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing, jax.Array | None]:
+        """Returns also the values of the first layer, which `values` are after that layer."""
         mixer_key, keys = self._keys(rngs)
         padding = {"lengths": lengths, "segment_ids": segment_ids}
 
         def mix(h):
+            if self.value_residual:
+                return self.mixer.with_values(h, values, **padding)
             if mixer_key is not None:  # dropout is not divided
                 return self.mixer(h, **padding, rngs=mixer_key), None
             return divided(self.mixer, h)(h, **padding), None
 
-        x, _, routing = self._sublayers(x, mix, (self._after_mixer(**padding),), keys)
-        return x, routing
+        x, values, routing = self._sublayers(x, mix, (self._after_mixer(**padding),), keys)
+        return x, routing, values
 
     @mesh_axes.on_mesh_of_input
     def with_keys(
@@ -261,6 +297,9 @@ def build_feed_forward(config: TransformerConfig, layer: int, **common: Any) -> 
 def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
     """The mixer of a layer; `common` are the random streams, dtypes and initializers."""
     groups = config.layer_mixer(layer)
+    if config.value_residual:
+        _check_values(groups)
+        common["value_residual"] = layer > 0
     positions: dict[str, Any] = {}
     kind = config.position_kind()
     if kind == "rotary":
@@ -309,3 +348,12 @@ def _sharing_mixer(config, groups, has_keys, given):
         )
     options = {**entry.options_of_model(given), **options, "has_keys": has_keys}
     return SharedKeysAttention(config.features, config.num_heads, entry.name, **options)
+def _check_values(groups):
+    """Raises `ValueError` unless the mixer passes on the values of the first layer."""
+    names = [mechanism(group["name"]).name for group in groups]
+    # A class as a mixer has its own name.
+    if len(names) > 1 or names[0].lower() not in _WITH_VALUES:
+        raise ValueError(
+            f"value_residual=True needs the mixer {' or '.join(_WITH_VALUES)} in each layer, got "
+            f"{', '.join(names)}"
+        )

@@ -107,6 +107,8 @@ class TransformerConfig:
       remat_policy: the values that remat stores: a function from `jax.checkpoint_policies`, or the
         name of a policy that takes no arguments.
       qk_norm: RMS-normalise queries and keys, in mixers that have queries and keys.
+      value_residual: mix the values of the first layer into those of later layers, as in RWKV-7;
+        for mixers "rwkv7". Along a mesh axis that divides the tokens, such mixers gather them.
       is_causal: token t reads tokens 0 to t only, for next-token prediction. With False, each token
         reads all tokens, for masked-token prediction, and the model cannot decode.
     """
@@ -141,6 +143,7 @@ class TransformerConfig:
     remat: bool = False
     remat_policy: str | Callable[..., Any] | None = None
     qk_norm: bool = False
+    value_residual: bool = False
     is_causal: bool = True
 
     def __post_init__(self):
@@ -173,7 +176,7 @@ class TransformerConfig:
         checks.positive("norm_epsilon", self.norm_epsilon)
         check_dropout_rate(self.dropout_rate)
         flags = "tie_embeddings", "parallel", "post_norm", "use_bias", "remat", "qk_norm"
-        for name in (*flags, "is_causal"):
+        for name in (*flags, "value_residual", "is_causal"):
             checks.flag(name, getattr(self, name))
         check_dtype("dtype", self.dtype)
         checks.dtype("param_dtype", self.param_dtype)

@@ -54,6 +54,10 @@ class PipelinedLM(TransformerLM):
         if model.config.keys_from is not None:
             raise ValueError(
                 "a model whose layers share keys and values (keys_from) cannot be divided in stages"
+        if model.config.value_residual:
+            raise ValueError(
+                "a model with value_residual=True cannot be divided in stages, as all layers read "
+                "the values of the first layer"
             )
         if jax.tree.leaves(nnx.state(model, Centroids)):
             raise ValueError("a model with centroids cannot be divided in stages")
@@ -138,7 +142,7 @@ class PipelinedLM(TransformerLM):
                 x, more = carry
                 for block in nnx.merge(graph, own, fixed):
                     x = mesh_axes.constrained(x, ACTIVATIONS)
-                    x, routing = self._block(block, x, None, None, None)
+                    x, routing, _ = self._block(block, x, None, None, None, None)
                     if routing_loss is not None:
                         more = more + sum(map(routing_loss, routing))
                 return x, more

@@ -1,20 +1,24 @@
 """Mixer with the time mixing of RWKV-7."""
 
 import functools
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
+from effattn.decode.recurrent import RecurrentState
+from effattn.decode.state import new_lengths
 from effattn.functional.rwkv7 import rwkv7_attention
 from effattn.nn import initializers
 from effattn.nn.layers import Layers
 from effattn.nn.options import Recurrent
 from effattn.nn.time_mixing import TimeMixing
+from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 
 _zeros = nnx.initializers.zeros
 
@@ -32,8 +36,13 @@ class RWKV7(TimeMixing):
         p = norm(rwkv7_attention(r, k~, v, log w, kappa, a)) + (r . (rho k~)) v
         y = (p g) W_o
 
-    `normalised`, `norm` and the product with r act on each head. The models of the paper also mix
-    the values of the first layer into later layers; this module does not.
+    `normalised`, `norm` and the product with r act on each head. In models with the paper's value
+    residual, a layer after the first mixes the values of the first layer into its own,
+
+        v = v + (v_first - v) sigmoid(v_0 + x_v A_v B_v)
+
+    `with_values` and `extend_with_values` take and return the values of the first layer; other
+    calls are those of a first layer. `TransformerConfig(value_residual=True)` makes such models.
 
     Args:
       head_dim: H, head dimension; default D / N. The paper has 64.
@@ -41,6 +50,8 @@ class RWKV7(TimeMixing):
       decay_rank: rank of A_w B_w.
       rate_rank: rank of A_a B_a.
       gate_rank: rank of A_g B_g.
+      value_residual: whether the layer mixes the values of the first layer into its own.
+      value_rank: rank of A_v B_v.
       depth: relative depth of the layer, 0 (first) to 1 (last); sets initial parameters.
       **options: see `effattn.nn.options.Recurrent`.
     """
@@ -57,6 +68,8 @@ class RWKV7(TimeMixing):
         decay_rank: int = 64,
         rate_rank: int = 64,
         gate_rank: int = 128,
+        value_residual: bool = False,
+        value_rank: int = 32,
         depth: float = 0.5,
         **options: Unpack[Recurrent],
     ):
@@ -71,6 +84,7 @@ class RWKV7(TimeMixing):
         decay_rank = checks.at_least("decay_rank", decay_rank, 1, "features")
         rate_rank = checks.at_least("rate_rank", rate_rank, 1, "features")
         gate_rank = checks.at_least("gate_rank", gate_rank, 1, "features")
+        value_rank = checks.at_least("value_rank", value_rank, 1, "features")
         make = Layers(**options)
         inner, of_keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         small = functools.partial(initializers.orthogonal_init, scale=0.1)
@@ -90,8 +104,73 @@ class RWKV7(TimeMixing):
         self.removal_scale = make.constant(np.full(of_keys, 0.85))
         self.rate_scale = make.constant(np.ones(of_keys))
         self.bonus = make.constant(np.zeros((num_heads, self.head_dim)))
+        self.value_residual = value_residual
+        if value_residual:
+            self.value_share = make.constant(np.ones(of_keys))
+            self.value_in = make.linear(in_features, value_rank, kernel_init=_zeros)
+            self.value_out = make.linear(value_rank, of_keys, kernel_init=small)
+
+    def with_values(
+        self,
+        x: jax.Array,
+        values: jax.Array | None,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Mixes whole sequences, with the values of the first layer.
+
+        Args:
+          x: `(B, T, D)`.
+          values: `(B, T, K, H)`, the values of the first layer, which does not read them; or None.
+          lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: `(B, T)` int, packed sequences; 0 is padding.
+
+        Returns:
+          `(y (B, T, D), values)`, the values of the first layer for the next layer.
+        """
+        x = tokens_of("x", x, self.in_features)
+
+        def mix(mixer, x, values, lengths, segment_ids):
+            batch, time = x.shape[:2]
+            _, valid = padding_of(mixer.binding, batch, time, lengths, segment_ids)
+            x = zero_padding(x, valid)
+            y, _, values = mixer._mix_values(x, None, lengths, segment_ids, values)
+            return y, values
+
+        specs = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec(*mesh_axes.spec(x)[:2])
+        given = values if self.value_residual else None
+        return mesh_axes.placed(mix, x, *specs)(self, x, given, lengths, segment_ids)
+
+    def extend_with_values(
+        self, x: jax.Array, state: Any, values: jax.Array, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """Mixes new tokens as `extend` does, with the values of the first layer for these tokens.
+
+        Args:
+          x: `(B, T, D)`.
+          state: decode state, from `init_state` or an earlier call.
+          values: `(B, T, K, H)`; any numbers in the first layer, which does not read them.
+          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
+
+        Returns:
+          `(y (B, T, D), state, values)`.
+        """
+        given = values if self.value_residual else None
+        y, (state, values) = self._extended(x, state, lengths, given)
+        return y, state, values
+
+    def _extend(self, x, state, lengths, *values):
+        more = new_lengths(lengths, *x.shape[:2])
+        y, after, own = self._mix_values(x, state.state, lengths, None, *values)
+        after = RecurrentState(state=after, length=state.length + more)
+        return y, (after, own) if values else after
 
     def _mix(self, x, state, lengths, segment_ids):
+        return self._mix_values(x, state, lengths, segment_ids)[:2]
+
+    def _mix_values(self, x, state, lengths, segment_ids, values=None):
+        """Returns the output, the state, and the values of the first layer."""
         sums, before = (None, None) if state is None else state
         x, change, last = self._shifted(x, before, lengths, segment_ids)
         shifts = self.shifts[...].astype(x.dtype)[:, None, None]
@@ -107,10 +186,18 @@ class RWKV7(TimeMixing):
         removal = key * lead(self.removal_scale[...], 3).astype(x.dtype)
         removal = self._heads(removal, self.num_kv_heads)
         key = key * (1 + (rate - 1) * lead(self.rate_scale[...], 3).astype(x.dtype))
+        value = self.value(of_value)
+        if values is not None:
+            shape = *x.shape[:2], self.num_kv_heads, self.head_dim
+            values = checks.shaped("values", values, shape)
+            share = self.value_out(self.value_in(of_value))
+            share = share + lead(self.value_share[...], 3).astype(share.dtype)
+            first = values.reshape(value.shape).astype(value.dtype)
+            value = value + (first - value) * jax.nn.sigmoid(share)
         key, value, rate, log_decay = (
-            self._heads(each, self.num_kv_heads)
-            for each in (key, self.value(of_value), rate, log_decay)
+            self._heads(each, self.num_kv_heads) for each in (key, value, rate, log_decay)
         )
+        values = value if values is None else values
         receptance = self._heads(self.receptance(of_receptance), self.num_heads)
         out, sums = rwkv7_attention(
             receptance,
@@ -126,7 +213,7 @@ class RWKV7(TimeMixing):
         )
         products = receptance * lead(self.bonus[...], 4).astype(x.dtype) * key
         itself = (products.sum(-1, keepdims=True) * value).reshape(gate.shape)
-        return self.out((self._normalised(out) + itself) * gate), (sums, last)
+        return self.out((self._normalised(out) + itself) * gate), (sums, last), values
 
 
 def _of_length_1(x):

@@ -198,6 +198,7 @@ class Transformer(Module):
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
         routing: Routing = ()
         kept: dict[int, Keys] = {}
+        values = None
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
             x = mesh_axes.constrained(x, ACTIVATIONS)
             if before is not None:
@@ -209,6 +210,8 @@ class Transformer(Module):
             else:
                 of_source = kept.get(source)
                 x, stats, kept[layer] = self._block(block, *given, of_source, method="with_keys")
+            keys = _fold_in(key, layer)
+            x, stats, values = self._block(block, x, values, lengths, segment_ids, keys, *context)
             routing += stats
         return self.norm(x), routing
 
@@ -242,6 +245,17 @@ class Transformer(Module):
                 context = [layers[source]]
             x, layer = mesh_axes.extended(_extend_block, block, x, layer, lengths, *context)
             layers.append(layer)
+        layers, values = [], None
+        if self.config.value_residual:
+            # The first layer does not read them. They pass through each layer with its state.
+            mixer = self.blocks[0].mixer
+            values = jnp.zeros((batch, time, mixer.num_kv_heads, mixer.head_dim), x.dtype)
+        for block, layer, *context in zip(self.blocks, state.layers, *contexts, strict=True):
+            given = layer if values is None else (layer, values)
+            x, after = mesh_axes.extended(_extend_block, block, x, given, lengths, *context)
+            if values is not None:
+                after, values = after
+            layers.append(after)
         return self.norm(x), TransformerState(tuple(layers), state.length + lengths)
 
     def _embed(self, tokens, positions, valid, name="tokens"):
@@ -264,6 +278,11 @@ class Transformer(Module):
         def call(block, x, lengths, segment_ids, key, *context):
             run = getattr(block, method)
             return run(x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key)
+    def _block(self, block, x, values, *args):
+        def call(block, x, values, lengths, segment_ids, key, *context):
+            return block.with_values(
+                x, values, *context, lengths=lengths, segment_ids=segment_ids, rngs=key
+            )
 
         if self.config.remat:
             policy = self.config.remat_policy
@@ -274,6 +293,9 @@ class Transformer(Module):
         if method == "with_keys":
             specs.append(PartitionSpec(*mesh_axes.spec(x)[:2]))
         return mesh_axes.placed(call, x, *specs)(block, x, *args)
+        place = mesh_axes.spec(x)
+        specs = PartitionSpec(*place), PartitionSpec(), PartitionSpec(*place[:2])
+        return mesh_axes.placed(call, x, *specs)(block, x, values, *args)
 
 
 def _extend_block(block, x, state, lengths, *context):

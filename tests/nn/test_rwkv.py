@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from effattn.nn import RWKV6, RWKV7
+from effattn.nn import RWKV6, RWKV7, PipelinedLM, TransformerConfig, TransformerLM
 from effattn.nn.token_shift import token_shift
 from tests.nn.build import filled
 
@@ -14,9 +14,9 @@ FEATURES, HEADS, SIZE, LENGTH = 12, 3, 4, 7
 X = np.random.default_rng(0).normal(size=(LENGTH, FEATURES)).astype(np.float32)
 
 
-def randomised(layer):
+def randomised(layer, **options):
     """A module with random parameters, because many initial parameters are zero."""
-    return filled(lambda: layer(FEATURES, HEADS, rngs=nnx.Rngs(0)), seed=1, spread=1 / 2)
+    return filled(lambda: layer(FEATURES, HEADS, rngs=nnx.Rngs(0), **options), seed=1, spread=1 / 2)
 
 
 def of(variable):
@@ -59,13 +59,16 @@ def rwkv6(mixer, x):
     return (normalised(mixer, out) * gate * sigmoid(gate)) @ of(mixer.out.kernel)
 
 
-def rwkv7(mixer, x):
+def rwkv7(mixer, x, first=None):
     before = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
     r, w, k, v, a, g = (x + (before - x) * shift for shift in of(mixer.shifts))
     receptance, key, value = (
         each @ of(layer.kernel)
         for each, layer in ((r, mixer.receptance), (k, mixer.key), (v, mixer.value))
     )
+    if first is not None:
+        low = v @ of(mixer.value_in.kernel) @ of(mixer.value_out.kernel)
+        value = value + (first - value) * sigmoid(of(mixer.value_share) + low)
     decay = np.tanh(w @ of(mixer.decay_in.kernel)) @ of(mixer.decay_out.kernel)
     decay = np.exp(-np.exp(-0.5) * sigmoid(of(mixer.decay) + decay))
     rate = sigmoid(of(mixer.rate) + a @ of(mixer.rate_in.kernel) @ of(mixer.rate_out.kernel))
@@ -91,6 +94,55 @@ def test_it_is_the_layer_of_its_paper(layer, by_hand):
     mixer = randomised(layer)
     y = jax.jit(lambda mixer, x: mixer(x))(mixer, X[None])[0]
     np.testing.assert_allclose(y, by_hand(mixer, X.astype(np.float64)), rtol=1e-4, atol=1e-4)
+
+
+def test_later_layers_mix_in_the_values_of_the_first():
+    mixer = randomised(RWKV7, value_residual=True, value_rank=2)
+    values = np.random.default_rng(1).normal(size=(1, LENGTH, HEADS, SIZE)).astype(np.float32)
+    with_values = jax.jit(lambda mixer, x, values: mixer.with_values(x, values))
+    y, passed_on = with_values(mixer, X[None], values)
+    expected = rwkv7(mixer, X.astype(np.float64), values.reshape(LENGTH, -1))
+    np.testing.assert_allclose(y[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(passed_on, values)
+
+
+SIZES = {"vocab_size": 11, "num_layers": 2, "features": 8, "num_heads": 2}
+
+
+def test_models_pass_the_values_of_the_first_layer_to_all():
+    """Decoding equals training."""
+    config = TransformerConfig(**SIZES, mixer="rwkv7", feed_forward="rwkv7", value_residual=True)
+    model = filled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)), spread=1 / 2)
+    first, second = (block.mixer for block in model.blocks)
+    assert not first.value_residual and second.value_residual
+    tokens = np.random.default_rng(0).integers(0, 11, size=(2, 8))
+    lengths = np.array([4, 3])
+
+    @jax.jit
+    def run(model):
+        begun, state = model.extend(tokens[:, :4], model.init_state(2, 8), lengths=lengths)
+        rest = np.stack([tokens[row, length : length + 4] for row, length in enumerate(lengths)])
+        rest, _ = model.extend(rest, state)
+        return model(tokens), begun, rest
+
+    whole, begun, rest = run(model)
+    for row, length in enumerate(lengths):
+        found = np.concatenate([begun[row, :length], rest[row]])
+        np.testing.assert_allclose(found, whole[row, : length + 4], rtol=1e-4, atol=1e-4)
+
+
+def test_value_residuals_need_mixers_that_pass_values_on():
+    for mixer in (
+        "rwkv6",
+        ["rwkv7", "softmax"],
+        {"heads": [{"name": "rwkv7", "num_heads": 2}] * 2},
+    ):
+        config = TransformerConfig(**SIZES, mixer=mixer, value_residual=True)
+        with pytest.raises(ValueError, match="value_residual=True needs the mixer rwkv7 in each"):
+            TransformerLM(config, rngs=nnx.Rngs(0))
+    config = TransformerConfig(**SIZES, mixer=RWKV7, positions="none", value_residual=True)
+    with pytest.raises(ValueError, match="value_residual=True cannot be divided in stages"):
+        jax.eval_shape(lambda: PipelinedLM(TransformerLM(config, rngs=nnx.Rngs(0)), 2))
 
 
 def test_the_token_before():
