@@ -33,6 +33,7 @@ from effattn.functional.bigbird import bigbird_attention  # isort: skip
 from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
 from effattn.functional.moba import moba_attention  # isort: skip
+from effattn.functional.learned_blocks import learned_block_attention  # isort: skip
 from effattn.functional.native_sparse import native_sparse_attention  # isort: skip
 from effattn.functional.indexed import indexed_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
@@ -143,6 +144,7 @@ __all__ = [
     "hierarchical_attention",
     "hyena_convolution",
     "indexed_attention",
+    "learned_block_attention",
     "linear_attention",
     "linformer_attention",
     "long_short_attention",

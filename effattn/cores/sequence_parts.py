@@ -74,6 +74,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "KimiDeltaAttention",
                 "LSHSelfAttention",
                 "LatentAttention",
+                "LearnedBlockSelfAttention",
                 "LinformerSelfAttention",
                 "LongShortSelfAttention",
                 "NativeSparseSelfAttention",

@@ -6,6 +6,7 @@ from effattn.decode.decoder import Decoder
 from effattn.decode.gathered import GatheredDecoder
 from effattn.decode.generate import generate
 from effattn.decode.hierarchical import HierarchicalDecoder, HierarchicalState
+from effattn.decode.learned_blocks import LearnedBlockDecoder, LearnedBlockState
 from effattn.decode.long_short import LongShortDecoder, LongShortState
 from effattn.decode.moba import MobaDecoder, MobaState
 from effattn.decode.native_sparse import NativeSparseDecoder, NativeSparseState
@@ -27,6 +28,8 @@ __all__ = [
     "GatheredDecoder",
     "HierarchicalDecoder",
     "HierarchicalState",
+    "LearnedBlockDecoder",
+    "LearnedBlockState",
     "LongShortDecoder",
     "LongShortState",
     "MobaDecoder",

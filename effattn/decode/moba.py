@@ -61,7 +61,7 @@ class MobaDecoder(Decoder):
         key, value = (jnp.where(present, x, 0) for x in (key, value))
         positions = positions_from(state.length, key.shape[1])
         new = append_to(state, lengths, key=key, value=value)
-        sums = state.key_sum + _sums(key, positions // size, state.key_sum)
+        sums = state.key_sum + sums_of_blocks(key, positions // size, state.key_sum)
         out, _ = attend(
             size,
             top_k,
@@ -80,7 +80,7 @@ class MobaDecoder(Decoder):
         return check_options(self.options["block_size"], self.options["top_k"], capacity)
 
 
-def _sums(key, blocks, like):
+def sums_of_blocks(key, blocks, like):
     """Sums of new keys `(B, T, K, H)` by block `(B, n, K, H)`; blocks are int32 `(B, T)`."""
     every = jnp.arange(like.shape[1], dtype=jnp.int32)
     is_member = (blocks[:, None] == every[None, :, None]).astype(like.dtype)

@@ -48,6 +48,7 @@ from effattn.nn.indexed import IndexedSelfAttention
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
+from effattn.nn.learned_blocks import LearnedBlockSelfAttention
 from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
@@ -137,6 +138,7 @@ __all__ = [
     "LSTM",
     "LatentAttention",
     "LightningAttention",
+    "LearnedBlockSelfAttention",
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
