@@ -10,7 +10,7 @@ from effattn.arrays.segments import positions_from, within
 from effattn.decode.decoder import Decoder, Sizes
 from effattn.decode.moba import sums_of_blocks
 from effattn.decode.tokens import append_to
-from effattn.functional.learned_blocks import attend
+from effattn.functional.learned_blocks import attend, choose
 from effattn.functional.moba import check_options
 
 
@@ -68,15 +68,15 @@ class LearnedBlockDecoder(Decoder):
         new = append_to(state, lengths, key=key, value=value)
         like = state.selection_sum
         sums = like + sums_of_blocks(selection_key, positions // size, like)
+        blocks, gates = choose(size, top_k, selection_query, sums, positions, new.length)
         out, _ = attend(
             size,
-            top_k,
             self.options.get("precision"),
             query,
             new.key.astype(key.dtype),
             new.value.astype(value.dtype),
-            selection_query,
-            sums,
+            blocks,
+            gates,
             positions,
             new.length,
             checks.scale(self.options.get("scale"), key.shape[-1]),

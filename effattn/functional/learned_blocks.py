@@ -27,6 +27,10 @@ class Options(Padding, Scale, Residual, Precision, total=False):
     """The shared options of `learned_block_attention`."""
 
 
+class Sampling(Padding, Scale, Precision, total=False):
+    """The shared options of `sampled_block_attention`."""
+
+
 def naive(query, key, value, pairs, *, selection_query, selection_key, scale, block_size, top_k):
     """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`. Returns output and log-sum-exp."""
     n, own = jnp.arange(-(-len(key) // block_size)), pairs.i[:, None] // block_size
@@ -99,32 +103,119 @@ def learned_block_attention(
       TypeError: in forward-mode differentiation.
     """
     name = "learned_block_attention"
+    given, size, top_k, heads, selection = _checked(
+        name, (query, key, value), (selection_query, selection_key), block_size, top_k, options
+    )
+
+    def run(query, key, value, selection_query, selection_key, lengths, scale):
+        positions, limits = _places(query, lengths)
+        sums = block_sums(selection_key, size)
+        chosen = choose(size, top_k, selection_query, sums, positions, limits)
+        arrays = query, key, value, *chosen, positions, limits
+        return attend(size, given.precision, *arrays, scale)
+
+    with jax.named_scope(name), reverse_mode.only("block selection", "a dense form of it"):
+        *axes, _ = mesh_axes.spec(heads[0])
+        run = mesh_axes.placed(run, heads[0], PartitionSpec(*axes, None), PartitionSpec(*axes))
+        scale = jnp.asarray(given.scale, dtypes.wide(*heads))
+        out, lse = run(*heads, *selection, given.key_lengths, scale)
+    present = valid(given.query_lengths, None, query.shape[-3])
+    out, lse = attention.clear_rows(out, lse, present)
+    return attention.results(checkpoint_name(out, name), lse, given)
+
+
+@declared
+def sampled_block_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    selection_query: jax.Array,
+    selection_key: jax.Array,
+    block_size: int,
+    top_k: int,
+    rng: jax.Array,
+    **options: Unpack[Sampling],
+) -> tuple[jax.Array, jax.Array]:
+    r"""Attention to blocks drawn from the policy of a selector, for training by policy gradient.
+
+    The scores s_in are those of `learned_block_attention`, which takes the blocks with the largest
+    scores. Here a query draws its top_k - 1 earlier blocks one by one, without replacement,
+
+        P(n) = exp(s_in) / sum_m exp(s_im)    over the earlier blocks m that are not drawn yet.
+
+    The output has no gradient for the selection. The logarithm of the probability of the drawn
+    blocks has one, for REINFORCE (Williams 1992, "Simple Statistical Gradient-Following
+    Algorithms"): see `effattn.nn.policy_loss`. Time and memory are those of
+    `learned_block_attention`.
+
+    Args:
+      query: `(*B, T, N, H)`.
+      key: `(*B, T, K, H)`.
+      value: `(*B, T, K, Hv)`.
+      selection_query: p, `(*B, T, K, Hs)`.
+      selection_key: r, `(*B, T, K, Hs)`.
+      block_size: b, tokens in a block.
+      top_k: blocks of a query, its own block included.
+      rng: a `jax.random` key.
+      **options: padding, scale and precision: see `effattn.options`.
+
+    Returns:
+      The output `(*B, T, N, Hv)`, and the log-probability of the blocks of each query and key head,
+      `(*B, T, K)`, at least float32, 0 for padding.
+
+    Raises:
+      ValueError: wrong shapes of the selection; and the errors of `effattn.options`.
+      TypeError: in forward-mode differentiation.
+    """
+    name = "sampled_block_attention"
+    rng = checks.key("rng", rng)
+    given, size, top_k, heads, selection = _checked(
+        name, (query, key, value), (selection_query, selection_key), block_size, top_k, options
+    )
+
+    def run(heads, selection, lengths, scale, rng):
+        positions, limits = _places(heads[0], lengths)
+        sums = block_sums(selection[1], size)
+        rngs = jax.random.split(rng, (*heads[1].shape[:-3], heads[1].shape[-2]))
+        blocks, logs = sample(size, top_k, selection[0], sums, positions, limits, rngs)
+        no_gates = jnp.zeros(blocks.shape, logs.dtype)
+        arrays = *heads, blocks, no_gates, positions, limits, scale
+        return attend(size, given.precision, *arrays)[0], logs
+
+    with jax.named_scope(name), reverse_mode.only("block selection", "a dense form of it"):
+        *axes, _ = mesh_axes.spec(heads[0])
+        run = mesh_axes.placed(run, heads[0], PartitionSpec(*axes, None), PartitionSpec(*axes))
+        scale = jnp.asarray(given.scale, dtypes.wide(*heads))
+        out, logs = run(heads, selection, given.key_lengths, scale, rng)
+    present = valid(given.query_lengths, None, query.shape[-3])
+    if present is not None:
+        out = jnp.where(present[..., None, None], out, 0)
+        logs = jnp.where(present[..., None], logs, 0)
+    return checkpoint_name(out, name), logs
+
+
+def _checked(name, heads, selection, block_size, top_k, options):
+    """Checked options and sizes, and the arrays with zeros in the padding."""
+    query, key, value = heads
     given = attention.check(name, query, key, value, is_causal=True, **options)
     checks.self_attention(name, query, key)
     checks.known_length(name, query)
     size, top_k = check_options(block_size, top_k, query.shape[-3])
-    shape = (*key.shape[:-1], max(jnp.shape(selection_query)[-1:] or (1,)))
-    selection_query = checks.shaped("selection_query", selection_query, shape)
-    selection_key = checks.shaped("selection_key", selection_key, shape)
-    query, key, value = attention.without_padding(query, key, value, given)
-    selection = attention.without_padding(selection_query, selection_key, value, given)[:2]
+    shape = (*key.shape[:-1], max(jnp.shape(selection[0])[-1:] or (1,)))
+    named = zip(("selection_query", "selection_key"), selection, strict=True)
+    of_query, of_key = (checks.shaped(n, x, shape) for n, x in named)
+    heads = attention.without_padding(query, key, value, given)
+    selection = attention.without_padding(of_query, of_key, value, given)[:2]
+    return given, size, top_k, heads, selection
+
+
+def _places(query, lengths):
+    """Positions of the queries, int32 `(*B, T)`, and valid keys, int32 `(*B)`."""
     length = query.shape[-3]
-
-    def run(query, key, value, selection_query, selection_key, lengths, scale):
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), query.shape[:-2])
-        limits = jnp.full(query.shape[:-3], length, jnp.int32)
-        if lengths is not None:
-            limits = jnp.minimum(lengths, limits)
-        heads = query, key, value, selection_query, block_sums(selection_key, size)
-        return attend(size, top_k, given.precision, *heads, positions, limits, scale)
-
-    with jax.named_scope(name), reverse_mode.only("block selection", "a dense form of it"):
-        *axes, _ = mesh_axes.spec(query)
-        run = mesh_axes.placed(run, query, PartitionSpec(*axes, None), PartitionSpec(*axes))
-        scale = jnp.asarray(given.scale, dtypes.wide(query, key, value))
-        out, lse = run(query, key, value, *selection, given.key_lengths, scale)
-    out, lse = attention.clear_rows(out, lse, valid(given.query_lengths, None, length))
-    return attention.results(checkpoint_name(out, name), lse, given)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), query.shape[:-2])
+    limits = jnp.full(query.shape[:-3], length, jnp.int32)
+    return positions, limits if lengths is None else jnp.minimum(lengths, limits)
 
 
 def block_sums(keys: jax.Array, size: int) -> jax.Array:
@@ -133,30 +224,141 @@ def block_sums(keys: jax.Array, size: int) -> jax.Array:
     return folding.fold(keys.astype(dtypes.wide(keys.dtype)), size, axis).sum(axis + 1)
 
 
-def attend(
+def choose(
     size: int,
     top_k: int,
-    precision: Any,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
     selection_query: jax.Array,
     sums: jax.Array,
     positions: jax.Array,
     limits: jax.Array,
-    scale: float | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses blocks and attends to them.
+    """The own block of each query and the blocks with the largest scores.
 
     Args:
       size: b, tokens in a block.
-      top_k: blocks of a query.
-      precision: of the products of the attention.
+      top_k: k, blocks of a query.
+      selection_query: `(*B, T, K, Hs)`.
+      sums: `(*B, n, K, Hs)`, from `block_sums`; blocks that are not over are not read.
+      positions: int32 `(*B, T)`, position of each query among the keys.
+      limits: int32 `(*B)`, valid keys.
+
+    Returns:
+      Blocks, int32 `(*B, T, K, k)`, -1 for none, and their soft gates.
+    """
+
+    def gated(scores, is_past, _):
+        ranked = lax.stop_gradient(jnp.where(is_past, scores, dtypes.lowest(scores.dtype)))
+        chosen = chosen_blocks.largest(ranked, top_k - 1)
+        # A product in place of a gather, whose gradient would be a scatter.
+        is_chosen = chosen[..., None] == jnp.arange(len(scores[0]), dtype=jnp.int32)[None, None]
+        picked = jnp.einsum(
+            "tkn,tn->tk", is_chosen.astype(scores.dtype), scores, precision="highest"
+        )
+        gates = jnp.where(chosen < 0, 0, jax.nn.sigmoid(picked))
+        return chosen, jnp.pad(gates, ((0, 0), (1, 0)))
+
+    def head(query, sums, positions, limit):
+        return _scored(gated, query, sums, positions, limit, size)
+
+    head = jax.vmap(head, (-2, -2, None, None), (-2, -2))
+    for _ in positions.shape[:-1]:
+        head = jax.vmap(head)
+    return head(selection_query, sums, positions, limits)
+
+
+def sample(
+    size: int,
+    top_k: int,
+    selection_query: jax.Array,
+    sums: jax.Array,
+    positions: jax.Array,
+    limits: jax.Array,
+    rngs: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The own block of each query, and earlier blocks drawn without replacement.
+
+    Arguments are those of `choose`, and `jax.random` keys `(*B, K)`.
+
+    Returns:
+      Blocks, int32 `(*B, T, K, k)`, -1 for none, and their log-probabilities `(*B, T, K)`.
+    """
+
+    def head(query, sums, positions, limit, rng):
+        every = jnp.arange(len(sums), dtype=jnp.int32)
+
+        def drawn(scores, is_past, positions):
+            def noise_at(position):
+                return jax.random.gumbel(jax.random.fold_in(rng, position), every.shape)
+
+            # The largest of scores with Gumbel noise are draws without replacement, in this order.
+            noisy = lax.stop_gradient(scores) + jax.vmap(noise_at)(positions).astype(scores.dtype)
+            lowest = dtypes.lowest(scores.dtype)
+            chosen = chosen_blocks.largest(jnp.where(is_past, noisy, lowest), top_k - 1)
+
+            def add(carry, block):
+                logs, is_left = carry
+                is_block = block[:, None] == every[None]
+                rest = jax.nn.logsumexp(jnp.where(is_left, scores, lowest), -1)
+                own = jnp.where(is_block, scores, 0).sum(-1)
+                logs = logs + jnp.where(block < 0, 0, own - rest)
+                return (logs, is_left & ~is_block), None
+
+            start = mesh_axes.vary_like(scores, jnp.zeros(len(scores), scores.dtype)), is_past
+            (logs, _), _ = lax.scan(add, start, chosen.T)
+            return chosen, logs
+
+        return _scored(drawn, query, sums, positions, limit, size)
+
+    head = jax.vmap(head, (-2, -2, None, None, 0), (-2, -1))
+    for _ in positions.shape[:-1]:
+        head = jax.vmap(head)
+    return head(selection_query, sums, positions, limits, rngs)
+
+
+def _scored(choose, query, sums, positions, limit, size):
+    """Own and chosen blocks of the queries `(T, Hs)` of one head, int32 `(T, k)`, and a result.
+
+    `choose` takes scores `(t, n)`, bool `(t, n)` for the earlier blocks, and positions `(t,)`; it
+    returns blocks `(t, k - 1)` and the result, `(t, ...)`.
+    """
+    blocks = jnp.arange(len(sums), dtype=jnp.int32)
+    counts = jnp.clip(limit - blocks * size, 0, size)
+    means = sums / jnp.maximum(counts, 1).astype(sums.dtype)[:, None]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def tile(x):
+        query, positions = x
+        own = positions[:, None] // size
+        scores = jnp.einsum("th,nh->tn", query.astype(sums.dtype), means, precision="highest")
+        is_past = (blocks[None] < own) & (counts > 0)[None]
+        chosen, result = choose(scores / math.sqrt(means.shape[-1]), is_past, positions)
+        return jnp.concatenate([own, chosen], 1), result
+
+    return chosen_blocks.in_tiles_of_queries(tile, (query, positions), max(size, _QUERIES))
+
+
+def attend(
+    size: int,
+    precision: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    blocks: jax.Array,
+    gates: jax.Array,
+    positions: jax.Array,
+    limits: jax.Array,
+    scale: float | jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends to the chosen blocks.
+
+    Args:
+      size: b, tokens in a block.
+      precision: of the products.
       query: `(*B, T, N, H)`.
       key: `(*B, S, K, H)`, zeros in the padding.
       value: `(*B, S, K, Hv)`, likewise.
-      selection_query: `(*B, T, K, Hs)`.
-      sums: `(*B, n, K, Hs)`, from `block_sums`; blocks that are not over are not read.
+      blocks: int32 `(*B, T, K, k)`, different blocks for each query; -1 for none.
+      gates: `(*B, T, K, k)`; their value changes nothing, and they have a gradient.
       positions: int32 `(*B, T)`, position of each query among the keys.
       limits: int32 `(*B)`, valid keys.
       scale: multiplies the logits.
@@ -170,24 +372,14 @@ def attend(
         out = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
         return out, jnp.full(query.shape[:-1], dtypes.lowest(dtype), dtype)
 
-    def head(query, key, value, selection_query, sums, positions, limit):
-        blocks, gates = _choose(selection_query, sums, positions, limit, size, top_k)
+    def head(query, key, value, blocks, gates, positions, limit):
         last = jnp.minimum(positions, limit - 1)
+        how = {"block_size": size, "scale": scale, "precision": precision}
 
         def of_block(blocks):
-            return chosen_blocks.attend(
-                query,
-                key,
-                value,
-                blocks[:, None],
-                last,
-                block_size=size,
-                scale=scale,
-                precision=precision,
-            )
+            return chosen_blocks.attend(query, key, value, blocks[:, None], last, **how)
 
         outs, lses = jax.vmap(of_block, 1)(blocks)  # (k, T, G, Hv) and (k, T, G)
-        # The gates change no value, and pass gradients on.
         logs = (gates - lax.stop_gradient(gates)).astype(lses.dtype).T[..., None]
         lses = jnp.where(lses == dtypes.lowest(lses.dtype), lses, lses + logs)
         return combine(tuple(outs), tuple(lses))
@@ -198,32 +390,9 @@ def attend(
         head = jax.vmap(head)
     key_heads = key.shape[-2]
     query = query.reshape(*batch, length, key_heads, heads // key_heads, -1)
-    out, lse = head(query, key, value, selection_query, sums, positions, limits)
+    out, lse = head(query, key, value, blocks, gates, positions, limits)
     shape = *batch, length, heads
     return out.reshape(*shape, value.shape[-1]), lse.reshape(shape)
-
-
-def _choose(query, sums, positions, limit, size, top_k):
-    """The blocks of each query `(T, Hs)`, int32 `(T, k)`, -1 for none, and their soft gates."""
-    blocks, lowest = jnp.arange(len(sums), dtype=jnp.int32), dtypes.lowest(sums.dtype)
-    counts = jnp.clip(limit - blocks * size, 0, size)
-    means = sums / jnp.maximum(counts, 1).astype(sums.dtype)[:, None]
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def tile(x):
-        query, own = x[0].astype(sums.dtype), x[1][:, None] // size
-        scores = jnp.einsum("th,nh->tn", query, means, precision="highest")
-        scores = scores / math.sqrt(means.shape[-1])
-        is_past = (blocks[None] < own) & (counts > 0)[None]
-        ranked = lax.stop_gradient(jnp.where(is_past, scores, lowest))
-        chosen = chosen_blocks.largest(ranked, top_k - 1)
-        # A product in place of a gather, whose gradient would be a scatter.
-        is_chosen = (chosen[..., None] == blocks[None, None]).astype(scores.dtype)
-        gates = jax.nn.sigmoid(jnp.einsum("tkn,tn->tk", is_chosen, scores, precision="highest"))
-        gates = jnp.where(chosen < 0, 0, gates)
-        return jnp.concatenate([own, chosen], 1), jnp.pad(gates, ((0, 0), (1, 0)))
-
-    return chosen_blocks.in_tiles_of_queries(tile, (query, positions), max(size, _QUERIES))
 
 
 registry.register(

@@ -48,7 +48,7 @@ from effattn.nn.indexed import IndexedSelfAttention
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
-from effattn.nn.learned_blocks import LearnedBlockSelfAttention
+from effattn.nn.learned_blocks import LearnedBlockSelfAttention, policy_loss
 from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
@@ -187,6 +187,7 @@ __all__ = [
     "expert_specs",
     "generate",
     "longformer_from_transformers",
+    "policy_loss",
     "prune_heads",
     "placed",
     "shardings",
