@@ -34,6 +34,7 @@ from effattn.functional.bigbird import bigbird_attention  # isort: skip
 from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
 from effattn.functional.moba import moba_attention  # isort: skip
+from effattn.functional.learned_blocks import learned_block_attention, sampled_block_attention  # isort: skip
 from effattn.functional.native_sparse import native_sparse_attention  # isort: skip
 from effattn.functional.indexed import indexed_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
@@ -162,6 +163,7 @@ __all__ = [
     "hyena_convolution",
     "infini_attention",
     "indexed_attention",
+    "learned_block_attention",
     "linear_attention",
     "linformer_attention",
     "log_linear_attention",
@@ -198,6 +200,7 @@ __all__ = [
     "s5_scan",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
+    "sampled_block_attention",
     "selective_attention",
     "selective_scan",
     "sigmoid_attention",

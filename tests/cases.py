@@ -291,6 +291,12 @@ FUNCTIONS = {
         },
     ),
     "moba": Case(variants={"": {"block_size": 3, "top_k": 3}}),
+    "learned_blocks": Case(
+        variants={"": {"block_size": 3, "top_k": 3}},
+        arguments=lambda rng, sizes: {
+            name: rng.normal(size=tokens(sizes, 4)) for name in ("selection_query", "selection_key")
+        },
+    ),
     "native_sparse": Case(
         variants={"": NATIVE_SPARSE},
         arguments=lambda rng, sizes: {

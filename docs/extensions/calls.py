@@ -36,6 +36,10 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     "infini": {"gate": "jnp.zeros(N)"},
     "differential": {"lambda_": "0.5"},
     "talking_heads": {"logits_mix": "jnp.eye(N)", "weights_mix": "jnp.eye(N)"},
+    "learned_blocks": {
+        "selection_query": _normal(1, "B, T, N, H"),
+        "selection_key": _normal(2, "B, T, N, H"),
+    },
     "selective": {
         "selection_query": f"{_normal(1, 'B, T, 1, H')}",
         "selection_key": f"{_normal(2, 'B, T, 1, H')}",

@@ -90,6 +90,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "KimiDeltaAttention",
                 "LSHSelfAttention",
                 "LatentAttention",
+                "LearnedBlockSelfAttention",
                 "LinformerSelfAttention",
                 "LogLinearAttention",
                 "LongShortSelfAttention",

@@ -7,6 +7,7 @@ from effattn.decode.gathered import GatheredDecoder
 from effattn.decode.generate import generate
 from effattn.decode.hierarchical import HierarchicalDecoder, HierarchicalState
 from effattn.decode.infini import InfiniDecoder, InfiniState
+from effattn.decode.learned_blocks import LearnedBlockDecoder, LearnedBlockState
 from effattn.decode.long_short import LongShortDecoder, LongShortState
 from effattn.decode.moba import MobaDecoder, MobaState
 from effattn.decode.native_sparse import NativeSparseDecoder, NativeSparseState
@@ -30,6 +31,8 @@ __all__ = [
     "HierarchicalState",
     "InfiniDecoder",
     "InfiniState",
+    "LearnedBlockDecoder",
+    "LearnedBlockState",
     "LongShortDecoder",
     "LongShortState",
     "MobaDecoder",

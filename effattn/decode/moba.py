@@ -63,6 +63,7 @@ class MobaDecoder(Decoder):
         new = append_to(state, lengths, key=key, value=value)
         sums = state.key_sum + _sums(key, positions // size, state.key_sum)
         stored = new.key.astype(key.dtype), new.value.astype(value.dtype)
+        sums = state.key_sum + sums_of_blocks(key, positions // size, state.key_sum)
         out, _ = attend(
             "moba_attention",
             size,
@@ -81,7 +82,7 @@ class MobaDecoder(Decoder):
         return check_options(self.options["block_size"], self.options["top_k"], capacity)
 
 
-def _sums(key, blocks, like):
+def sums_of_blocks(key, blocks, like):
     """Sums of new keys `(B, T, K, H)` by block `(B, n, K, H)`; blocks are int32 `(B, T)`."""
     every = jnp.arange(like.shape[1], dtype=jnp.int32)
     is_member = (blocks[:, None] == every[None, :, None]).astype(like.dtype)

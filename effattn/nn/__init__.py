@@ -65,6 +65,7 @@ from effattn.nn.layers_from_transformers import (
     rwkv4_channel_mix_from_transformers,
     rwkv4_from_transformers,
 )
+from effattn.nn.learned_blocks import LearnedBlockSelfAttention, policy_loss
 from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.log_linear import LogLinearAttention
@@ -167,6 +168,7 @@ __all__ = [
     "LSTM",
     "LatentAttention",
     "LightningAttention",
+    "LearnedBlockSelfAttention",
     "LinformerSelfAttention",
     "LogLinearAttention",
     "LongConvolution",
@@ -232,6 +234,7 @@ __all__ = [
     "mamba2_from_transformers",
     "mamba_from_transformers",
     "nystromformer_from_transformers",
+    "policy_loss",
     "prune_heads",
     "placed",
     "reformer_local_from_transformers",

@@ -62,6 +62,7 @@ def sizes(
         "bigbird": {"block_size": root},
         "random": {"block_size": root},
         "moba": {"block_size": root},
+        "learned_blocks": {"block_size": root},
         "indexed": {"top_k": quarter},
         "native_sparse": {
             "compression_size": max(2, root // 2),

@@ -99,6 +99,7 @@ HEADS = {
         "rotary": ROTARY,
     },
     "adaptive_span": {"max_span": 9, "ramp": 4.0},
+    "learned_blocks": {"block_size": 4, "top_k": 3},
     "selective": {"rotary": ROTARY},
     "streaming": {
         "num_sinks": 2,

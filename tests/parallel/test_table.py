@@ -58,6 +58,7 @@ OPTIONS = {
     "bigbird": {"block_size": 4, "num_window_blocks": 1},
     "random": {"block_size": 4},
     "moba": {"block_size": 4, "top_k": 3},
+    "learned_blocks": {"block_size": 4, "top_k": 3},
     "indexed": {"top_k": 7},
     "infini": {"segment_size": 4, "delta_rule": True},
     "native_sparse": {"compression_size": 4, "compression_stride": 2, "block_size": 4},
@@ -112,6 +113,10 @@ ARRAYS = {
     "performer": {"projection": numbers(KEY_HEADS, 7, SIZE)},
     "random_features": {"projection": numbers(KEY_HEADS, 7, SIZE) / 3},
     "adaptive_span": {"span": jnp.abs(numbers(HEADS))},
+    "learned_blocks": {
+        "selection_query": numbers(BATCH, TOKENS, KEY_HEADS, 3),
+        "selection_key": numbers(BATCH, TOKENS, KEY_HEADS, 3),
+    },
     "selective": {
         "selection_query": numbers(BATCH, TOKENS, 1, 3),
         "selection_key": numbers(BATCH, TOKENS, 1, 3),
