@@ -45,6 +45,7 @@ from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.indexed import IndexedSelfAttention
+from effattn.nn.inducing_points import AttentionPooling, InducedSelfAttention
 from effattn.nn.infini import InfiniSelfAttention
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
@@ -94,6 +95,7 @@ __all__ = [
     "AdditiveCrossAttention",
     "AdditiveSelfAttention",
     "Alibi",
+    "AttentionPooling",
     "BasedSelfAttention",
     "Bidirectional",
     "Block",
@@ -133,6 +135,7 @@ __all__ = [
     "HyenaState",
     "KimiDeltaAttention",
     "IndexedSelfAttention",
+    "InducedSelfAttention",
     "InfiniSelfAttention",
     "LSHSelfAttention",
     "LSTM",

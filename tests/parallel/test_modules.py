@@ -108,6 +108,7 @@ SHARED = {
     "nystrom": {"num_landmarks": 4, "is_causal": False},
     "indexed": {"top_k": 7, "rotary": ROTARY},
     "talking_heads": {"num_softmaxes": 3, "rotary": ROTARY},
+    "inducing_points": {"num_points": 3, "is_causal": False},
 }
 OF_DOCUMENTS = [name for name in STATES if "segments" in registry.get(name).capabilities]
 # Documents that end within a device and at its edge, that cover a device, and paddings.
