@@ -584,6 +584,7 @@ MIXERS = {
             "short": {"segment_size": 2, "num_slots": 1},
         },
     ),
+    "inducing_points": Case(variants={"": {"num_points": 3}}),
     "compressive": Case(
         variants={
             "": {

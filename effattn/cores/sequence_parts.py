@@ -116,6 +116,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "block_linformer_attention",
                 "hierarchical_attention",
                 "indexed_attention",
+                "InducedSelfAttention",
                 "linformer_attention",
                 "nystrom_attention",
                 "talking_heads_attention",

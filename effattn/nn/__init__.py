@@ -48,6 +48,7 @@ from effattn.nn.hgrn2 import HGRN2
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.indexed import IndexedSelfAttention
+from effattn.nn.inducing_points import AttentionPooling, InducedSelfAttention
 from effattn.nn.infini import InfiniSelfAttention
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
@@ -123,6 +124,7 @@ __all__ = [
     "AdaptiveSpanSelfAttention",
     "AdditiveSelfAttention",
     "Alibi",
+    "AttentionPooling",
     "BasedSelfAttention",
     "Bidirectional",
     "Block",
@@ -163,6 +165,7 @@ __all__ = [
     "HyenaState",
     "KimiDeltaAttention",
     "IndexedSelfAttention",
+    "InducedSelfAttention",
     "InfiniSelfAttention",
     "LSHSelfAttention",
     "LSTM",

@@ -19,6 +19,7 @@ def share_keys(function: Callable[..., Any], axis_name: str) -> Callable[..., An
     - `block_linformer_attention`: a gather of the slots of all blocks; parts are whole blocks.
     - `hierarchical_attention`: a gather of the r summaries of all segments; parts are whole
       segments.
+    - `nn.InducedSelfAttention`: a gather of what its points read on each device.
     - `indexed_attention`: a gather of the keys, values and index keys of all tokens.
     - `talking_heads_attention`: a gather of the keys and values themselves, because logits mix
       across heads.

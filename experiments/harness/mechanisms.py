@@ -81,6 +81,7 @@ def sizes(
         "routing": {"num_clusters": root, "cluster_size": max(1, length // root)},
         "recurrent_memory": {"segment_size": quarter},
         "infini": {"segment_size": quarter},
+        "inducing_points": {"num_points": quarter},
         "compressive": {
             "segment_size": max(4, quarter // 4 * 4),
             "memory_size": max(4, quarter // 4 * 4),

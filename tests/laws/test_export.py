@@ -28,6 +28,7 @@ OPEN = {
     *("delta_product", "kimi_delta", "gated_delta_net_2"),
     *("rwkv7", "mesa", "random_features", "based", "hedgehog", "hgrn2", "gated_slot", "lightning"),
     *("lstm", "slstm", "gru", "convolution", "mixture_of_mechanisms", "convolution_attention"),
+    "inducing_points",
 }
 QUICK = [s for s in MECHANISMS if s.name in ("softmax", "linear", "delta_net")]
 QUICK += [s for s in MECHANISMS if s.name not in OPEN]

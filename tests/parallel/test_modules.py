@@ -126,6 +126,7 @@ SHARED = {
     "nystrom": {"num_landmarks": 4, "is_causal": False},
     "indexed": {"top_k": 7, "rotary": ROTARY},
     "talking_heads": {"num_softmaxes": 3, "rotary": ROTARY},
+    "inducing_points": {"num_points": 3, "is_causal": False},
 }
 # A document begins a segment of recurrent memory, wherever it is in a row.
 OF_DOCUMENTS = [
