@@ -205,6 +205,49 @@ def attend(
     return blocks.gather_back(out), blocks.gather_back(lse)
 
 
+def attend_earlier(
+    blocks: Blocks,
+    ids: tuple[jax.Array, jax.Array],
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    given: attention.Arguments,
+    at: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention to r slots of each earlier block of the document.
+
+    Args:
+      blocks: n blocks of b tokens.
+      ids: segment ids of queries `(*B, n b)`, and those of the slots of blocks, `(*B, n)`.
+      query: `(*B, n b, N, H)`.
+      keys: `(*B, n r, K, H)`.
+      values: `(*B, n r, K, Hv)`.
+      given: the checked arguments.
+      at: int32 `(*B, n r)`, positions of the slots for dropout.
+    """
+    of_queries, of_blocks = ids
+    count, places = of_blocks.shape[-1], of_queries.shape[-1]
+    slots = keys.shape[-3] // count
+    number = np.arange(count)
+    layout = BlockLayout.from_block_mask(
+        number[:, None] > number,
+        tile=(places // count, slots),
+        lengths=(places, count * slots),
+    )
+    part = dataclasses.replace(
+        given,
+        is_causal=False,
+        sink=None,
+        tile=None,
+        query_lengths=None,
+        key_lengths=None,
+        layout=layout,
+        segments=(of_queries, jnp.repeat(of_blocks, slots, -1)),
+        positions=(blocks.token, at) if given.dropout_rate else None,
+    )
+    return attention.attend(query, keys, values, part)
+
+
 def _numbers(blocks, key_ids, size):
     """The number of each block in its main document, and of the blocks there that have keys."""
     own = jnp.arange(blocks.first.shape[-1], dtype=jnp.int32)
