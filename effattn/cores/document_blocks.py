@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,7 +93,7 @@ def _of_row(ids, size):
 
     # The first tokens of blocks, by steps of 1, 2, 4, ... blocks.
     number, at = jnp.arange(count + 1), jnp.zeros(count + 1, jnp.int32)
-    for bit in range(math.ceil(math.log2(count + 1))):
+    for bit in range(count.bit_length()):
         at = jnp.where(number >> bit & 1, following[at], at)
         following = following[following]
 
@@ -160,6 +159,7 @@ def attend(
       first_block: bool `(#K)`, whether the first block of a document attends to itself. None means
         that all blocks attend to themselves.
     """
+    size = min(size, query.shape[-3])  # no document has more tokens
     blocks, of_queries, of_keys = moved(given, size, query.shape[-3])
     m, number = _numbers(blocks, of_keys, size)
     by_row, by_column = (lambda x: x[..., None, :, None]), (lambda x: x[..., None, None, :])
