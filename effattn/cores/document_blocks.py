@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,7 +93,7 @@ def _of_row(ids, size):
 
     # The first tokens of blocks, by steps of 1, 2, 4, ... blocks.
     number, at = jnp.arange(count + 1), jnp.zeros(count + 1, jnp.int32)
-    for bit in range(math.ceil(math.log2(count + 1))):
+    for bit in range(count.bit_length()):
         at = jnp.where(number >> bit & 1, following[at], at)
         following = following[following]
 
@@ -160,6 +159,7 @@ def attend(
       first_block: bool `(#K)`, whether the first block of a document attends to itself. None means
         that all blocks attend to themselves.
     """
+    size = min(size, query.shape[-3])  # no document has more tokens
     blocks, of_queries, of_keys = moved(given, size, query.shape[-3])
     m, number = _numbers(blocks, of_keys, size)
     by_row, by_column = (lambda x: x[..., None, :, None]), (lambda x: x[..., None, None, :])
@@ -203,6 +203,49 @@ def attend(
         out = jnp.where(is_main[..., None], out_of_main, out)
         lse = jnp.where(is_main, lse_of_main, lse)
     return blocks.gather_back(out), blocks.gather_back(lse)
+
+
+def attend_earlier(
+    blocks: Blocks,
+    ids: tuple[jax.Array, jax.Array],
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    given: attention.Arguments,
+    at: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention to r slots of each earlier block of the document.
+
+    Args:
+      blocks: n blocks of b tokens.
+      ids: segment ids of queries `(*B, n b)`, and those of the slots of blocks, `(*B, n)`.
+      query: `(*B, n b, N, H)`.
+      keys: `(*B, n r, K, H)`.
+      values: `(*B, n r, K, Hv)`.
+      given: the checked arguments.
+      at: int32 `(*B, n r)`, positions of the slots for dropout.
+    """
+    of_queries, of_blocks = ids
+    count, places = of_blocks.shape[-1], of_queries.shape[-1]
+    slots = keys.shape[-3] // count
+    number = np.arange(count)
+    layout = BlockLayout.from_block_mask(
+        number[:, None] > number,
+        tile=(places // count, slots),
+        lengths=(places, count * slots),
+    )
+    part = dataclasses.replace(
+        given,
+        is_causal=False,
+        sink=None,
+        tile=None,
+        query_lengths=None,
+        key_lengths=None,
+        layout=layout,
+        segments=(of_queries, jnp.repeat(of_blocks, slots, -1)),
+        positions=(blocks.token, at) if given.dropout_rate else None,
+    )
+    return attention.attend(query, keys, values, part)
 
 
 def _numbers(blocks, key_ids, size):

@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks
@@ -19,7 +18,6 @@ from effattn.functional import softmax
 from effattn.functional.linformer import mean_pooling, project
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Packing, Sink, Softmax, Tile, declared
-from effattn.patterns.layouts import BlockLayout
 
 
 class Options(Packing, Sink, Tile, Softmax, total=False):
@@ -211,26 +209,11 @@ def _attend_packed(projections, query, key, value, given: attention.Arguments):
     )
     # The first token of a block belongs to its main document.
     ids = jnp.where(fold(is_key).any(-1), fold(blocks.gather_ids(row_ids))[..., 0], 0)
-    number = np.arange(count)
-    earlier = np.broadcast_to(number[:, None] > number, (count, count))
-    layout = BlockLayout.from_block_mask(
-        earlier, tile=(size, slots), lengths=(count * size, count * slots)
-    )
     of_slots = tokens[..., :1] + lead(jnp.arange(slots, dtype=jnp.int32), tokens.ndim)
-    before = dataclasses.replace(
-        given,
-        is_causal=False,
-        sink=None,
-        tile=None,
-        layout=layout,
-        segments=(of_queries, jnp.repeat(ids, slots, -1)),
-        positions=(
-            (blocks.token, of_slots.reshape(*ids.shape[:-1], count * slots))
-            if given.dropout_rate
-            else None
-        ),
+    at = of_slots.reshape(*ids.shape[:-1], count * slots)
+    of_earlier = document_blocks.attend_earlier(
+        blocks, (of_queries, ids), query, keys, values, given, at
     )
-    of_earlier = attention.attend(query, keys, values, before)
     out, lse = combine(*zip(own, of_earlier, strict=True))
     return blocks.gather_back(out), blocks.gather_back(lse)
 

@@ -15,16 +15,16 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import positions_from, within
-from effattn.cores import attention, folding
+from effattn.cores import attention, document_blocks, folding
 from effattn.functional import softmax
 from effattn.functional.block_linformer import EarlierBlocks
 from effattn.naive import masked_softmax, over_pairs, projected, with_naive
-from effattn.options import Direction, Sink, Softmax, Tile, declared
+from effattn.options import Direction, Packing, Sink, Softmax, Tile, declared
 
 Norm = tuple[jax.Array, jax.Array]
 
 
-class Options(Direction, Sink, Tile, Softmax, total=False):
+class Options(Direction, Packing, Sink, Tile, Softmax, total=False):
     """The shared options of `long_short_attention`."""
 
 
@@ -45,25 +45,31 @@ def naive(
     """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`, projection `(H, r)`.
 
     slot_scores are `(T, r)`; each norm is scale and bias, `(2, H)`. Returns output and log-sum-exp.
+    In packed rows, segments count from the start of the document.
     """
     i, j, w, length = pairs.i[:, None], pairs.j, window_size, len(key)
     size = segment_size or jnp.where(pairs.is_causal, w, length)
-    m = jnp.arange(-(-length // (segment_size or w)))  # segments; those past the end have no token
-    members = pairs.present & (j // size == m[:, None])  # (M, T)
+    m = pairs.places // size
+    is_same = pairs.query_ids[:, None] == pairs.key_ids
+    # The tokens of the segment that each token begins, (T, T).
+    begins = pairs.places % size == 0
+    members = pairs.present & is_same & (m == m[:, None]) & begins[:, None]
 
     scores = projected(key, projection) if slot_scores is None else slot_scores
-    p = masked_softmax(scores.T, members[:, None])  # (M, r, T)
+    p = masked_softmax(scores.T, members[:, None])  # (T, r, T)
 
     def with_slots(x):
-        slots = (p @ x).reshape(len(m) * p.shape[1], x.shape[1]).astype(x.dtype)
+        slots = (p @ x).reshape(length * p.shape[1], x.shape[1]).astype(x.dtype)
         return jnp.concatenate([_layer_norm(x, window_norm), _layer_norm(slots, slot_norm)])
 
     start = i // w * w
     around = (start - w // 2 <= j) & (j < start + w + w // 2)
     near = pairs.allowed & jnp.where(pairs.is_causal, i - j < w, around)
-    finished = jnp.logical_not(pairs.is_causal) | (m < i // size)
-    seen = jnp.repeat(pairs.valid[:, None] & finished & members.any(1), p.shape[1], 1)
-    at = jnp.hstack([j, length + jnp.arange(seen.shape[1])])
+    finished = jnp.logical_not(pairs.is_causal) | (m < m[:, None])
+    seen = pairs.valid[:, None] & is_same & finished & members.any(1)
+    seen = jnp.repeat(seen, p.shape[1], 1)
+    of_slots = (j // size)[:, None] * p.shape[1] + jnp.arange(p.shape[1])
+    at = jnp.hstack([j, length + of_slots.ravel()])
     pairs = pairs.with_keys(jnp.hstack([near, seen]), at)
     return softmax.naive(query, with_slots(key), with_slots(value), pairs, scale=scale)
 
@@ -124,10 +130,11 @@ def long_short_attention(
         causal          the last w tokens, including itself;
                         the r slots of each finished segment of l tokens before its own
 
-    Tokens in the window are also in slots. In the paper, Z is a separate projection of the tokens,
-    not of the keys: that is `slot_scores`, which `effattn.nn.LongShortSelfAttention` computes. The
-    DualLN of the paper is two layer norms, shared by keys and values and here over the features of
-    a head: `window_norm` for tokens in windows, and `slot_norm` for slots.
+    Segments of a packed document count from its start. Tokens in the window are also in slots. In
+    the paper, Z is a separate projection of the tokens, not of the keys: that is `slot_scores`,
+    which `effattn.nn.LongShortSelfAttention` computes. The DualLN of the paper is two layer norms,
+    shared by keys and values and here over the features of a head: `window_norm` for tokens in
+    windows, and `slot_norm` for slots.
 
     Time O(T (w + r) (H + Hv)) with one segment and O(T (w + r T / l) (H + Hv)) with more: causal,
     O(T sqrt(r T)) for w and l near sqrt(r T). Memory O(T r), forward and backward.
@@ -142,9 +149,10 @@ def long_short_attention(
       slot_scores: Z, broadcastable to `(*B, T, K, r)`; given instead of `projection`.
       window_norm: scale and bias of a layer norm, `(K, H)` each, with Hv == H; None for none.
       slot_norm: scale and bias of the layer norm of slots, likewise.
-      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp, tiles and
-        execution: see `effattn.options`. Padded keys are in no slot; without keys there are no
-        slots. For dropout, slots count as further tokens.
+      **options: direction, padding, packing, scale, soft cap, sink, dropout, log-sum-exp, tiles
+        and execution: see `effattn.options`. Padded keys are in no slot; without keys there are no
+        slots. For dropout, slots count as further tokens. `segment_ids` are one array `(*B, T)`,
+        and need `is_causal=True`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -155,7 +163,14 @@ def long_short_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check("long_short_attention", query, key, value, **options)
+    if given.segments is not None and not given.is_causal:
+        raise ValueError(
+            "segment_ids need is_causal=True, because a bidirectional call has slots for each "
+            "document, and the number of documents is not known, got is_causal=False; pass one "
+            "document a row, padded by the lengths"
+        )
     checks.self_attention("long_short_attention", query, key)
     checks.known_length("long_short_attention", query)
     if segment_size is None:
@@ -241,6 +256,8 @@ def _attend(settings: Settings, projection, scores, query, key, value, given: at
     batch, length = key.shape[:-3], key.shape[-3]
     lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths
     present = within(lengths, length)
+    if given.segments is not None:
+        present &= given.segments[1] != 0
     key, value = (jnp.where(present[..., None, None], x, 0) for x in (key, value))
     if scores is None:
         scores = score(projection, key, given.precision)
@@ -251,6 +268,9 @@ def _attend(settings: Settings, projection, scores, query, key, value, given: at
     segments = math.ceil(length / size) - given.is_causal
     if segments < 1:
         return window
+    if given.segments is not None:
+        of_slots = _attend_slots_of_documents(settings, scores, query, key, value, given)
+        return combine(*zip(window, of_slots, strict=True))
 
     def fold(array):
         cut = jax.lax.slice_in_dim(array, 0, min(segments * size, length), axis=axis)
@@ -272,6 +292,32 @@ def _attend(settings: Settings, projection, scores, query, key, value, given: at
         of_example = slots * fold(present).any(-1).sum(-1)
         to_slots = dataclasses.replace(to_slots, key_lengths=of_example)
     return combine(*zip(window, attention.attend(query, keys, values, to_slots), strict=True))
+
+
+def _attend_slots_of_documents(settings, scores, query, key, value, given: attention.Arguments):
+    """Attends to the slots of finished segments of the document of each query."""
+    assert given.segments is not None
+    slots, size, axis = scores.shape[-1], settings.segment, query.ndim - 3
+    length, row_ids = query.shape[-3], given.segments[0]
+    blocks, of_queries, of_keys = document_blocks.moved(given, size, length)
+    query, key, value, scores = map(blocks.gather, (query, key, value, scores))
+    fold = functools.partial(folding.fold, size=size, axis=axis)
+    is_key = blocks.is_main & (of_keys != 0)
+    projected = project(fold(scores), fold(key), fold(value), fold(is_key), given.precision)
+    count = blocks.first.shape[-1]
+    keys, values = (
+        normalise(folding.unfold(x, count * slots, axis), settings.slot_norm) for x in projected
+    )
+    # The first token of a block belongs to its main document.
+    ids = jnp.where(fold(is_key).any(-1), fold(blocks.gather_ids(row_ids))[..., 0], 0)
+    at = length + (fold(blocks.token)[..., :1] // size) * slots
+    at = (at + lead(jnp.arange(slots, dtype=jnp.int32), at.ndim)).reshape(
+        *ids.shape[:-1], count * slots
+    )
+    of_slots = document_blocks.attend_earlier(
+        blocks, (of_queries, ids), query, keys, values, given, at
+    )
+    return tuple(map(blocks.gather_back, of_slots))
 
 
 def _attend_windows(size: int, query, key, value, given: attention.Arguments):
@@ -382,7 +428,6 @@ registry.register(
         family="low rank",
         paper="Zhu et al. 2021, Long-Short Transformer",
         function=long_short_attention,
-        reasons={"segments": "its slots would mix documents"},
         options={"window_size": 64},
         options_at=_strided,
         builder="effattn.nn.long_short:LongShortSelfAttention",

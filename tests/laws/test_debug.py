@@ -43,12 +43,12 @@ def watched():
         yield
 
 
-def padding_of(subject):
+def padding_of(subject, is_causal):
     given = {"nothing": {}}
     if subject.has("lengths"):
         names = "query_seq_lengths", "key_value_seq_lengths"
         given["lengths"] = dict.fromkeys(names, lengths_of(LENGTH))
-    if subject.has("segments"):
+    if subject.has("segments") and functions.takes_segments(subject, Extent(is_causal)):
         given["packing"] = {"segment_ids": ids_of(LENGTH)}
     return given
 
@@ -64,7 +64,7 @@ def test_functions_and_their_gradients(subject, is_causal, implementation):
     options = functions.fixed_options(subject, Extent(is_causal), arrays)
     if implementation and "implementation" in subject.parameters:
         options["implementation"] = implementation
-    for padding in padding_of(subject).values():
+    for padding in padding_of(subject, is_causal).values():
 
         def total(arrays, padding=padding):
             return subject.entry.function(**{**options, **arrays, **padding}).sum()

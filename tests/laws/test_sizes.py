@@ -13,7 +13,7 @@ from flax import nnx
 
 from effattn import registry
 from effattn.nn import TransformerConfig, TransformerLM
-from tests.cases import MIXERS
+from tests.cases import FUNCTIONS, MIXERS
 from tests.marks import slow_but_for
 
 DIRECTIONS = {"causal": True, "bidirectional": False}
@@ -61,12 +61,13 @@ def abstract(*args, **kwargs):
     return jax.eval_shape(lambda: build(*args, **kwargs))
 
 
-def padded(name, rows, length):
+def padded(name, causal, rows, length):
     """No padding, and each kind of padding that the mechanism claims."""
     yield {}
     if "lengths" in registry.get(name).capabilities:
         yield {"lengths": np.zeros(rows, np.int32)}
-    if "segments" in registry.get(name).capabilities:
+    both_ways = name not in FUNCTIONS or FUNCTIONS[name].bidirectional_and_segments
+    if "segments" in registry.get(name).capabilities and (causal or both_ways):
         yield {"segment_ids": np.ones((rows, length), np.int32)}
 
 
@@ -85,7 +86,7 @@ def test_no_rows_and_no_tokens(name, causal):
     mixer = abstract(name, causal)
     for rows, length in SHAPES:
         x = jax.ShapeDtypeStruct((rows, length, 8), jnp.float32)
-        for given in padded(name, rows, length):
+        for given in padded(name, causal, rows, length):
             y, (of_mixer, of_x) = shapes_of(mixer, x, given)
             assert y.shape == of_x.shape == x.shape
             assert jax.tree.structure(of_mixer) == jax.tree.structure(mixer)

@@ -28,7 +28,9 @@ MAPPED = 2
 # Comparisons of numbers decide which keys a query sees, and rounding to 16 bits changes these.
 COMPARES = frozenset({"routing"})
 # Mechanisms that take the ids of tokens, and no pair for queries and keys.
-ONE_ARRAY = frozenset({"routing", "bigbird", "random", "block_sparse", "block_linformer"})
+ONE_ARRAY = frozenset(
+    {"routing", "bigbird", "random", "block_sparse", "block_linformer", "long_short"}
+)
 # Mechanisms whose naive form steps through the tokens.
 STATES = frozenset(
     {
