@@ -61,7 +61,6 @@ class MobaDecoder(Decoder):
         key, value = (jnp.where(present, x, 0) for x in (key, value))
         positions = positions_from(state.length, key.shape[1])
         new = append_to(state, lengths, key=key, value=value)
-        sums = state.key_sum + _sums(key, positions // size, state.key_sum)
         stored = new.key.astype(key.dtype), new.value.astype(value.dtype)
         sums = state.key_sum + sums_of_blocks(key, positions // size, state.key_sum)
         out, _ = attend(

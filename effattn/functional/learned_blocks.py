@@ -334,7 +334,7 @@ def _scored(choose, query, sums, positions, limit, size):
         chosen, result = choose(scores / math.sqrt(means.shape[-1]), is_past, positions)
         return jnp.concatenate([own, chosen], 1), result
 
-    return chosen_blocks.in_tiles_of_queries(tile, (query, positions), max(size, _QUERIES))
+    return folding.in_tiles_of_queries(tile, (query, positions), max(size, _QUERIES))
 
 
 def attend(

@@ -78,7 +78,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 def _is_of_keys(config, x):
-    """Whether the bias is one number for each key, whatever the query."""
+    """Returns whether the bias is one number for each key, whatever the query."""
     *_, queries, keys = x.bias.shape
     return queries == 1 and keys == x.key.shape[-3] and x.bias.dtype == _FLOAT32 and config.scale
 

@@ -136,17 +136,11 @@ class Layer(Module):
         shared: Any = {}
         if keys is not None:
             shared = {"keys": keys.mixer if isinstance(keys, LayerState) else keys}
-        x, of_mixer, _ = self._sublayers(
-            x,
-            lambda h: self.mixer.extend(h, of_mixer, lengths=lengths, **shared),
-            (*between, (self.feed_forward_norm, feed_forward)),
-            None,
-        )
-        return x, LayerState(of_mixer, last) if has_state else of_mixer
+
         def mix(h):
             nonlocal values
             if not self.value_residual:
-                return self.mixer.extend(h, of_mixer, lengths=lengths)
+                return self.mixer.extend(h, of_mixer, lengths=lengths, **shared)
             y, after, values = self.mixer.extend_with_values(h, of_mixer, values, lengths=lengths)
             return y, after
 
@@ -348,6 +342,8 @@ def _sharing_mixer(config, groups, has_keys, given):
         )
     options = {**entry.options_of_model(given), **options, "has_keys": has_keys}
     return SharedKeysAttention(config.features, config.num_heads, entry.name, **options)
+
+
 def _check_values(groups):
     """Raises `ValueError` unless the mixer passes on the values of the first layer."""
     names = [mechanism(group["name"]).name for group in groups]

@@ -194,6 +194,11 @@ class TransformerConfig:
                 f"one for each layer, got {len(self.mixer)}"
             )
         if self.keys_from is not None:
+            if self.value_residual:
+                raise ValueError(
+                    "value_residual=True is for layers with values of their own; leave out "
+                    f"keys_from, got {self.keys_from}"
+                )
             self._check_sources(self.keys_from)
         several = self.experts if isinstance(self.experts, tuple) else (self.experts,)
         if not all(each is None or isinstance(each, Experts) for each in several) or (

@@ -54,6 +54,7 @@ class PipelinedLM(TransformerLM):
         if model.config.keys_from is not None:
             raise ValueError(
                 "a model whose layers share keys and values (keys_from) cannot be divided in stages"
+            )
         if model.config.value_residual:
             raise ValueError(
                 "a model with value_residual=True cannot be divided in stages, as all layers read "

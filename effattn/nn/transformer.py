@@ -205,13 +205,15 @@ class Transformer(Module):
                 before(block, x, lengths, segment_ids)
             given = x, lengths, segment_ids, _fold_in(key, layer)
             source = self.config.key_source(layer)
-            if source is None:
+            if self.config.value_residual:
+                x, stats, values = self._block(
+                    block, *given, values, *context, method="with_values"
+                )
+            elif source is None:
                 x, stats = self._block(block, *given, *context)
             else:
                 of_source = kept.get(source)
                 x, stats, kept[layer] = self._block(block, *given, of_source, method="with_keys")
-            keys = _fold_in(key, layer)
-            x, stats, values = self._block(block, x, values, lengths, segment_ids, keys, *context)
             routing += stats
         return self.norm(x), routing
 
@@ -237,20 +239,17 @@ class Transformer(Module):
         if self.positions is not None:
             check_capacity(state.length, lengths, self.positions.num_embeddings)
         x = self._embed(tokens, positions_from(state.length, time), within(lengths, time))
+        values: Any = None
+        if self.config.value_residual:
+            # The first layer does not read them. They pass through each layer with its state.
+            mixer = self.blocks[0].mixer
+            values = jnp.zeros((batch, time, mixer.num_kv_heads, mixer.head_dim), x.dtype)
         layers: list[Any] = []
         several = zip(self.blocks, state.layers, *contexts, strict=True)
         for number, (block, layer, *context) in enumerate(several):
             source = self.config.key_source(number)
             if source is not None and source != number:
                 context = [layers[source]]
-            x, layer = mesh_axes.extended(_extend_block, block, x, layer, lengths, *context)
-            layers.append(layer)
-        layers, values = [], None
-        if self.config.value_residual:
-            # The first layer does not read them. They pass through each layer with its state.
-            mixer = self.blocks[0].mixer
-            values = jnp.zeros((batch, time, mixer.num_kv_heads, mixer.head_dim), x.dtype)
-        for block, layer, *context in zip(self.blocks, state.layers, *contexts, strict=True):
             given = layer if values is None else (layer, values)
             x, after = mesh_axes.extended(_extend_block, block, x, given, lengths, *context)
             if values is not None:
@@ -273,16 +272,11 @@ class Transformer(Module):
         return x.astype(dtypes_of(self.config)["dtype"])
 
     def _block(self, block, x, *args, method="with_routing"):
-        """The results of a method of the block: x, statistics of experts, and any shared keys."""
+        """The results of a method of the block: x, statistics of experts, and keys or values."""
 
         def call(block, x, lengths, segment_ids, key, *context):
             run = getattr(block, method)
             return run(x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key)
-    def _block(self, block, x, values, *args):
-        def call(block, x, values, lengths, segment_ids, key, *context):
-            return block.with_values(
-                x, values, *context, lengths=lengths, segment_ids=segment_ids, rngs=key
-            )
 
         if self.config.remat:
             policy = self.config.remat_policy
@@ -290,12 +284,9 @@ class Transformer(Module):
                 policy = getattr(jax.checkpoint_policies, policy)
             call = jax.checkpoint(call, policy=policy)
         specs = [PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()]
-        if method == "with_keys":
+        if method != "with_routing":
             specs.append(PartitionSpec(*mesh_axes.spec(x)[:2]))
         return mesh_axes.placed(call, x, *specs)(block, x, *args)
-        place = mesh_axes.spec(x)
-        specs = PartitionSpec(*place), PartitionSpec(), PartitionSpec(*place[:2])
-        return mesh_axes.placed(call, x, *specs)(block, x, values, *args)
 
 
 def _extend_block(block, x, state, lengths, *context):
