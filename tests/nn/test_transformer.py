@@ -634,9 +634,11 @@ def test_models_of_any_mixer_tell_the_order():
     entries = map(registry.get, registry.names())
     cannot = {entry.name for entry in entries if not (entry.knows_order or entry.takes_rotary())}
     by_token = {f"synthesizer{kind}" for kind in ("", "_factorized", "_mixture")}
-    assert cannot == {"aft_simple", "fnet", *by_token}
+    two_sided = {"fnet", "inducing_points"}
+    assert cannot == {"aft_simple", *two_sided, *by_token}
     for name in cannot:
-        alone = {"mixer": name, "num_layers": 1, "num_kv_heads": None, "is_causal": name != "fnet"}
+        alone = {"mixer": name, "num_layers": 1, "num_kv_heads": None}
+        alone["is_causal"] = name not in two_sided
         assert made(**alone, max_length=9).positions is not None
         assert made(**alone, max_length=9, positions="none").positions is None
         for given in ({"max_length": 9, "positions": "rotary"}, {"max_length": None}):
