@@ -42,6 +42,16 @@ Run = tuple[tuple[str, ...], str | None]
 # Tests of files that several mechanisms share. Keys are regular expressions of paths in `effattn`.
 RULES: dict[str, tuple[Run, ...]] = {
     r"xla/block_rows": ((("tests/laws",), "stick_breaking or entmax"),),
+    r"xla/path_attention": ((("tests/laws",), "path"), (("tests/functional/test_path.py",), None)),
+    r"cores/by_head": ((("tests/laws",), "log_linear or ttt_linear or titans"),),
+    r"xla/fenwick_states": (
+        (("tests/functional/test_log_linear.py",), None),
+        (("tests/laws",), "log_linear"),
+    ),
+    r"xla/inner_descent": (
+        (("tests/functional/test_ttt_linear.py", "tests/functional/test_titans.py"), None),
+        (("tests/laws",), "ttt_linear or titans"),
+    ),
     r"(cores|xla|interfaces)/(block_\w+|tiling|walks)": (
         (("tests/xla/test_block_attention.py", "tests/xla/test_walks.py"), None),
         (("tests/functional/test_softmax.py",), None),

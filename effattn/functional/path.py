@@ -74,7 +74,6 @@ def path_attention(
     Raises:
       ValueError: another number of queries than keys; and the errors of `effattn.options`.
     """
-    checks.known_length("path_attention", query, key)
     out, lse, _ = attend(query, key, value, reflection, beta, **options)
     lse = dtypes.logarithms(lse)
     return (out, lse) if options.get("return_residual") else out
@@ -94,6 +93,7 @@ def attend(
       The output `(*B, T, N, Hv)`; the log-sum-exp `(*B, T, N)`, `dtypes.lowest` for empty rows; and
       the queries times `scale`, carried to before the first token: `(*B, T, N, H)`.
     """
+    checks.known_length("path_attention", query, key)
     sequence_parts.refuse("path_attention")
     tokens = _tokens(query, key, value, reflection, beta, **options)
     *batch, time, heads, _ = mesh_axes.spec(query)
