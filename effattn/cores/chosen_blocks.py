@@ -49,6 +49,7 @@ def attend(
     block_size: int,
     scale: float | jax.Array,
     precision: Any = None,
+    first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends from each query to the keys of its blocks, up to the last key that it may see.
 
@@ -64,6 +65,7 @@ def attend(
       block_size: b, keys in a block.
       scale: multiplies the products.
       precision: as in `jax.lax.dot`.
+      first: int32 `(T,)`, the first key that each query may see; default the first one of all.
 
     Returns:
       Output `(T, G, Hv)` in the dtype of `value`, and log-sum-exp `(T, G)`, at least float32 and
@@ -73,10 +75,11 @@ def attend(
     block_size = min(block_size, len(key))
     key, value = (fold(x, block_size, 0) for x in (key, value))
     wide = dtypes.wide(query, key, value)
+    reach = jnp.stack([jnp.zeros_like(last) if first is None else first, last], -1)
     if len(query) <= _FEW:
-        return _attend_few(query, key, value, jnp.asarray(scale, wide), blocks, last, precision)
+        return _attend_few(query, key, value, jnp.asarray(scale, wide), blocks, reach, precision)
     tiles = _tiles(blocks, len(key), _pairs_of(blocks.size, len(key)))
-    arrays = query, key, value, jnp.asarray(scale, wide), tiles, last
+    arrays = query, key, value, jnp.asarray(scale, wide), tiles, reach
     return _attend(precision, *mesh_axes.vary_alike(arrays))
 
 
@@ -88,6 +91,7 @@ def attend_causal(
     blocks: jax.Array,
     limit: jax.Array,
     positions: jax.Array | None = None,
+    reach: tuple[jax.Array, jax.Array] | None = None,
     *,
     block_size: int,
     scale: float | jax.Array,
@@ -107,6 +111,8 @@ def attend_causal(
       limit: int32 `()`, valid keys.
       positions: int32 `(T,)`, position of each query among the keys; None if queries and keys are
         the same tokens.
+      reach: int32 `(T,)` each, the first and the last key of each query's document, if positions
+        are given; None for one document.
       block_size: b, keys in a block.
       scale: multiplies the products.
       precision: as in `jax.lax.dot`.
@@ -122,18 +128,20 @@ def attend_causal(
     # With fewer keys than a block has, there is one block.
     size = min(block_size, len(key))
 
-    def by_tiles(query, key, value, blocks, limit, positions, scale):
+    def by_tiles(query, key, value, blocks, limit, positions, reach, scale):
         blocks = jnp.concatenate([positions[:, None] // size, blocks], 1)
-        last = jnp.minimum(positions, limit - 1)
-        options = {"block_size": size, "scale": scale, "precision": precision}
+        last, first = jnp.minimum(positions, limit - 1), None
+        if reach is not None:
+            first, last = reach[0], jnp.minimum(last, reach[1])
+        options = {"block_size": size, "scale": scale, "precision": precision, "first": first}
         return attend(query, key, value, blocks, last, **options)
 
-    def by_kernel(query, key, value, blocks, limit, _, scale):
+    def by_kernel(query, key, value, blocks, limit, positions, reach, scale):
         query = (query * scale).astype(query.dtype)
         return packed_pairs.attend(mechanism, query, key, value, blocks, limit, size, precision)
 
     scale = jnp.asarray(scale, dtypes.wide(query, key, value))
-    operands = query, key, value, blocks, limit, positions, scale
+    operands = query, key, value, blocks, limit, positions, reach, scale
     forms = {name: {"llvm": by_kernel, "xla": by_tiles}[name] for name in chosen.names}
     return dispatch.on_platform(chosen, mechanism, forms, *operands)
 
@@ -209,11 +217,11 @@ def _tiles(blocks: jax.Array, count: int, size: int) -> Tiles:
     return Tiles(row, block)
 
 
-def _attend_few(query, key, value, scale, blocks, last, precision):
+def _attend_few(query, key, value, scale, blocks, reach, precision):
     """Each query gathers its blocks of keys `(n, b, H)`; memory O(T k b (H + Hv))."""
     wide, lowest = scale.dtype, dtypes.lowest(scale.dtype)
     at = blocks[..., None] * key.shape[1] + jnp.arange(key.shape[1], dtype=jnp.int32)[None, None]
-    allowed = ((blocks >= 0)[..., None] & (at <= last[:, None, None]))[:, None]
+    allowed = ((blocks >= 0)[..., None] & _is_within(at, reach[:, None, None]))[:, None]
     keys, values = (x.at[blocks].get(mode="clip").astype(wide) for x in (key, value))
     product = functools.partial(jnp.einsum, precision=precision)
     logits = scale * product("tgh,tkbh->tgkb", query.astype(wide), keys)
@@ -236,21 +244,27 @@ def _write(x, rows, new):
     return x.at[rows].set(new, mode="drop", unique_indices=True)
 
 
-def _products(precision, query, key, dtype, last, block):
+def _is_within(at, reach):
+    """True for keys between the first and the last key of `reach (..., 2)`."""
+    return (at >= reach[..., 0]) & (at <= reach[..., 1])
+
+
+def _products(precision, query, key, dtype, reach, block):
     """Products `(m, G, b)` of a tile, and which of its pairs of tokens may attend, `(m, 1, b)`."""
     product = functools.partial(jnp.einsum, "mgh,sh->mgs", precision=precision)
     at = block * len(key) + jnp.arange(len(key), dtype=jnp.int32)
-    return widened(product, query, key, dtype), at[None, None] <= last[:, None, None]
+    allowed = _is_within(at[None, None], reach[:, None, None])
+    return widened(product, query, key, dtype), allowed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(precision, query, key, value, scale, tiles, last):
+def _attend(precision, query, key, value, scale, tiles, reach):
     """Queries `(T, G, H)` attend to their blocks of keys `(n, b, H)` and values `(n, b, Hv)`."""
-    out, lse, _ = _forward(precision, query, key, value, scale, tiles, last)
+    out, lse, _ = _forward(precision, query, key, value, scale, tiles, reach)
     return out.astype(value.dtype), lse
 
 
-def _forward(precision, query, key, value, scale, tiles, last):
+def _forward(precision, query, key, value, scale, tiles, reach):
     """Output, log-sum-exp, and the largest logit and the inverse sum of each query."""
     wide = scale.dtype
     lowest = dtypes.lowest(wide)
@@ -260,7 +274,7 @@ def _forward(precision, query, key, value, scale, tiles, last):
         """Adds a tile to the sums `(T, G, 2 + Hv)`: largest logit, weights, weighted values."""
         at, block = tile
         tokens = _read(query, at), key[block]
-        products, allowed = _products(precision, *tokens, wide, _read(last, at), block)
+        products, allowed = _products(precision, *tokens, wide, _read(reach, at), block)
         logits = jnp.where(allowed, scale * products, lowest)
         so_far = _read(sums, at)
         before = so_far[..., :1]
@@ -283,14 +297,14 @@ def _forward(precision, query, key, value, scale, tiles, last):
     return mixed / total[..., None], lse, (largest, 1 / total)
 
 
-def _attend_fwd(precision, query, key, value, scale, tiles, last):
-    out, lse, sums = _forward(precision, query, key, value, scale, tiles, last)
-    saved = query, key, value, scale, tiles, last, out, sums
+def _attend_fwd(precision, query, key, value, scale, tiles, reach):
+    out, lse, sums = _forward(precision, query, key, value, scale, tiles, reach)
+    saved = query, key, value, scale, tiles, reach, out, sums
     return (out.astype(value.dtype), lse), saved
 
 
 def _attend_bwd(precision, saved, cotangents):
-    query, key, value, scale, tiles, last, out, (largest, inverse) = saved
+    query, key, value, scale, tiles, reach, out, (largest, inverse) = saved
     d_out, d_lse = cotangents
     wide = scale.dtype
     delta = (d_out.astype(wide) * out).sum(-1) - d_lse
@@ -305,7 +319,7 @@ def _attend_bwd(precision, saved, cotangents):
         at, block = tile
         own, keys, values, of_out = _read(query, at), key[block], value[block], _read(d_out, at)
         largest, inverse, delta = jnp.split(_read(of_rows, at), 3, -1)
-        products, allowed = _products(precision, own, keys, wide, _read(last, at), block)
+        products, allowed = _products(precision, own, keys, wide, _read(reach, at), block)
         shifted = jnp.where(allowed, scale * products - largest, dtypes.lowest(wide))
         weights = jnp.exp(shifted) * inverse
         d_logits = weights * (product("mgv,sv->mgs", of_out, values) - delta)

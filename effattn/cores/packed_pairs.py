@@ -33,7 +33,7 @@ def call(
     # The kernels of other devices were not measured for this.
     refusals = {name: found.refusals[name] for name in ("llvm", "xla")}
     if not is_whole:
-        refusals["llvm"] = lambda: "takes whole sequences, not tokens after others"
+        refusals["llvm"] = lambda: "takes whole sequences of one document, no decoding"
     return found._replace(refusals=refusals, signature=None, is_partitioned=False)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,35 +12,41 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
-from effattn.arrays.segments import valid
-from effattn.cores import attention, chosen_blocks, folding
+from effattn.arrays.segments import positions_from_segment_ids, valid
+from effattn.cores import attention, chosen_blocks, document_blocks, folding
 from effattn.functional import softmax
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Execution, Padding, Residual, Scale, declared
+from effattn.options import Execution, Packing, Padding, Residual, Scale, declared
 
 # Minimum queries whose scores are in memory at a time.
 _QUERIES = 128
 
 
-class Options(Padding, Scale, Residual, Execution, total=False):
+class Options(Padding, Packing, Scale, Residual, Execution, total=False):
     """The shared options of `moba_attention`."""
 
 
 def naive(query, key, value, pairs, *, scale, block_size, top_k):
-    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`. Returns output and log-sum-exp."""
-    n, own = jnp.arange(-(-len(key) // block_size)), pairs.i[:, None] // block_size
-    members = pairs.present & (pairs.j // block_size == n[:, None])  # (blocks, T)
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`. Returns output and log-sum-exp.
+
+    In packed rows, blocks count from the start of the document.
+    """
+    # The number of each token's block in its document, and the token that begins the block.
+    number, n = pairs.places // block_size, jnp.arange(len(key))
+    start = n - pairs.places % block_size
+    members = pairs.present & (start == n[:, None])  # (T, T), empty but for first tokens
     dtype = jnp.promote_types(key.dtype, jnp.float32)
     exact = functools.partial(jnp.matmul, precision="highest")
     means = exact(members.astype(dtype), key) / jnp.maximum(members.sum(1), 1)[:, None]
 
-    scores = exact(query.astype(dtype), means.T)  # (T, blocks)
-    is_past = (n < own) & members.any(1)
+    scores = exact(query.astype(dtype), means.T)  # (T, T)
+    is_same = pairs.query_ids[:, None] == pairs.key_ids
+    is_past = is_same & (number < number[:, None]) & members.any(1)
     this, other = scores[:, :, None], scores[:, None]
     is_before = (other > this) | ((other == this) & (n < n[:, None]))
     rank = (is_before & is_past[:, None]).sum(2)
-    chosen = (is_past & (rank < top_k - 1)) | (n == own)
-    allowed = pairs.where(chosen[:, pairs.j // block_size])
+    chosen = (is_past & (rank < top_k - 1)) | (n == start[:, None])
+    allowed = pairs.where(chosen[:, start])
     return softmax.naive(query, key, value, allowed, scale=scale)
 
 
@@ -76,8 +82,10 @@ def moba_attention(
       value: `(*B, T, K, Hv)`.
       block_size: b, tokens in a block, 1 or more. T need not be a multiple of it.
       top_k: blocks of a query, its own block included; 1 or more.
-      **options: padding, scale, log-sum-exp and execution: see `effattn.options`. Padded keys are
-        in no mean. `precision` applies to the products of the attention; scores have the highest.
+      **options: padding, packing, scale, log-sum-exp and execution: see `effattn.options`. Padded
+        keys are in no mean. Blocks of a packed document count from its start, and `segment_ids` are
+        one array `(*B, T)`. `precision` applies to the products of the attention; scores have the
+        highest.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -88,6 +96,7 @@ def moba_attention(
       TypeError: in forward-mode differentiation.
     """
     name = "moba_attention"
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check(name, query, key, value, is_causal=True, **options)
     checks.self_attention(name, query, key)
     checks.known_length(name, query)
@@ -95,26 +104,69 @@ def moba_attention(
     query, key, value = attention.without_padding(query, key, value, given)
     length = query.shape[-3]
 
-    def run(query, key, value, lengths, scale):
-        limits = jnp.full(query.shape[:-3], length, jnp.int32)
-        if lengths is not None:
-            limits = jnp.minimum(lengths, limits)
-        sums = block_sums(key, size)
+    def run(query, key, value, lengths, scale, ids):
         options: dict[str, Any] = {
             "scale": scale,
             "precision": given.precision,
             "implementation": given.implementation,
         }
         heads = query, key, value
-        return attend(name, size, top_k, heads, sums, limits, **options)
+        if ids is not None and length:
+            return _attend_documents(name, size, top_k, heads, lengths, ids, **options)
+        limits = jnp.full(query.shape[:-3], length, jnp.int32)
+        if lengths is not None:
+            limits = jnp.minimum(lengths, limits)
+        return attend(name, size, top_k, heads, block_sums(key, size), limits, **options)
 
     with jax.named_scope(name), reverse_mode.only("MoBA", "a dense form of it"):
         *axes, _ = mesh_axes.spec(query)
         run = mesh_axes.placed(run, query, PartitionSpec(*axes, None), PartitionSpec(*axes))
         scale = jnp.asarray(given.scale, dtypes.wide(query, key, value))
-        out, lse = run(query, key, value, given.key_lengths, scale)
-    out, lse = attention.clear_rows(out, lse, valid(given.query_lengths, None, length))
+        ids = None if given.segments is None else given.segments[0]
+        out, lse = run(query, key, value, given.key_lengths, scale, ids)
+    out, lse = attention.clear_rows(out, lse, valid(given.query_lengths, ids, length))
     return attention.results(checkpoint_name(out, name), lse, given)
+
+
+class Documents(NamedTuple):
+    """Packed documents whose tokens are in blocks (`effattn.cores.document_blocks`).
+
+    Attributes:
+      counts: int32 `(*B, n)`, keys of the main document in each block.
+      first, last: int32 `(*B, T)`, places of the first and last key of each token's document.
+    """
+
+    counts: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+
+def _attend_documents(name, size, top_k, heads, lengths, ids, **options):
+    """Moves the tokens so that each document begins a block, attends, and moves them back."""
+    blocks = document_blocks.blocks_of(ids, size)
+    row = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
+    place_in_document = positions_from_segment_ids(ids)
+    present = ids != 0
+    last = jnp.full_like(row, ids.shape[-1] - 1)
+    if lengths is not None:
+        present &= row < lengths[..., None]
+        last = jnp.minimum(last, lengths[..., None] - 1)
+    first = blocks.place - place_in_document
+    documents = Documents(
+        counts=(blocks.gather_ids(present.astype(jnp.int32)) * blocks.is_main)
+        .reshape(*blocks.first.shape, size)
+        .sum(-1, dtype=jnp.int32),
+        first=blocks.gather_ids(first),
+        last=blocks.gather_ids(first + last - (row - place_in_document)),
+    )
+    query, key, value = map(blocks.gather, heads)
+    sums = block_sums(jnp.where(blocks.is_main[..., None, None], key, 0), size)
+    positions = jnp.arange(key.shape[-3], dtype=jnp.int32)
+    positions = jnp.broadcast_to(positions, key.shape[:-2])
+    limits = jnp.full(key.shape[:-3], key.shape[-3], jnp.int32)
+    heads = query, key, value
+    out, lse = attend(name, size, top_k, heads, sums, limits, positions, documents, **options)
+    return blocks.gather_back(out), blocks.gather_back(lse)
 
 
 def check_options(block_size: Any, top_k: Any, length: int) -> tuple[int, int]:
@@ -139,6 +191,7 @@ def attend(
     sums: jax.Array,
     limits: jax.Array,
     positions: jax.Array | None = None,
+    documents: Documents | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses blocks and attends to them.
@@ -154,6 +207,7 @@ def attend(
       limits: int32 `(*B)`, valid keys.
       positions: int32 `(*B, T)`, position of each query among the keys; None if queries and keys
         are the same tokens.
+      documents: packed documents, with positions; None for one document a row.
       **options: scale, precision and implementation: see `chosen_blocks.attend_causal`.
 
     Returns:
@@ -166,39 +220,58 @@ def attend(
         out = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
         return out, jnp.full(query.shape[:-1], dtypes.lowest(dtype), dtype)
 
-    def head(query, key, value, sums, limit, positions):
+    def head(query, key, value, sums, limit, positions, documents):
         at = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
-        blocks = _choose(lax.stop_gradient(query), sums, at, limit, size, top_k - 1)
+        every = jnp.arange(len(sums), dtype=jnp.int32)
+        counts, places = jnp.clip(limit - every * size, 0, size), (at, jnp.zeros_like(at))
+        reach = None
+        if documents is not None:
+            counts, places = documents.counts, (at, documents.first)
+            reach = documents.first, documents.last
+        blocks = _choose(lax.stop_gradient(query), sums, counts, places, size, top_k - 1)
         out, lse = chosen_blocks.attend_causal(
-            name, query[:, None], key, value, blocks, limit, positions, block_size=size, **options
+            name,
+            query[:, None],
+            key,
+            value,
+            blocks,
+            limit,
+            positions,
+            reach,
+            block_size=size,
+            **options,
         )
         return out[:, 0], lse[:, 0]
 
     # Map over query heads of a key head, then over key heads and batch dimensions.
-    head = jax.vmap(head, (-2, None, None, None, None, None), (-2, -1))
-    head = jax.vmap(head, (-3, -2, -2, -2, None, None), (-3, -2))
+    head = jax.vmap(head, (-2, None, None, None, None, None, None), (-2, -1))
+    head = jax.vmap(head, (-3, -2, -2, -2, None, None, None), (-3, -2))
     for _ in batch:
         head = jax.vmap(head)
     key_heads = key.shape[-2]
     query = query.reshape(*batch, length, key_heads, count // key_heads, -1)
-    out, lse = head(query, key, value, sums, limits, positions)
+    out, lse = head(query, key, value, sums, limits, positions, documents)
     shape = *batch, length, count
     return out.reshape(*shape, value.shape[-1]), lse.reshape(shape)
 
 
-def _choose(query, sums, positions, limit, size, count):
-    """The earlier blocks that each query `(T, H)` has chosen, int32 `(T, count)`; -1 for none."""
+def _choose(query, sums, counts, places, size, count):
+    """The earlier blocks that each query `(T, H)` has chosen, int32 `(T, count)`; -1 for none.
+
+    `counts (n,)` are keys in blocks; `places` are those of queries and of the first tokens of their
+    documents, both `(T,)`.
+    """
     blocks, lowest = jnp.arange(len(sums), dtype=jnp.int32), dtypes.lowest(sums.dtype)
-    counts = jnp.clip(limit - blocks * size, 0, size)
     means = sums / jnp.maximum(counts, 1).astype(sums.dtype)[:, None]
 
     def tile(x):
-        query, own = x[0].astype(sums.dtype), x[1][:, None] // size
+        query = x[0].astype(sums.dtype)
+        own, first = (place[:, None] // size for place in x[1])
         scores = jnp.einsum("th,nh->tn", query, means, precision="highest")
-        is_past = (blocks[None] < own) & (counts > 0)[None]
+        is_past = (blocks[None] >= first) & (blocks[None] < own) & (counts > 0)[None]
         return chosen_blocks.largest(jnp.where(is_past, scores, lowest), count)
 
-    return folding.in_tiles_of_queries(tile, (query, positions), max(size, _QUERIES))
+    return folding.in_tiles_of_queries(tile, (query, places), max(size, _QUERIES))
 
 
 registry.register(
@@ -208,7 +281,6 @@ registry.register(
         paper="Lu et al. 2025, MoBA: Mixture of Block Attention for Long-Context LLMs",
         function=moba_attention,
         capabilities=frozenset({"causal"}),
-        reasons={"segments": "its blocks start at multiples of block_size, not with documents"},
         decoder="effattn.decode.moba:MobaDecoder",
         options={"block_size": 64, "top_k": 3},
         options_at=lambda length: {"block_size": math.isqrt(length), "top_k": 3},

@@ -103,5 +103,5 @@ def test_decoding_refuses_kernels_of_whole_sequences():
     decoder = MobaDecoder(effattn.moba_attention, options)
     query, key, value = (np.float32(draw(heads, 6)) for heads in (4, 2, 2))
     state = decoder.init(2, LENGTH, 2, 6, 6, np.float32)
-    with pytest.raises(NotImplementedError, match="takes whole sequences"):
+    with pytest.raises(NotImplementedError, match="takes whole sequences of one document"):
         decoder.extend(query, key, value, state)

@@ -29,7 +29,7 @@ MAPPED = 2
 COMPARES = frozenset({"routing"})
 # Mechanisms that take the ids of tokens, and no pair for queries and keys.
 ONE_ARRAY = frozenset(
-    {"routing", "bigbird", "random", "block_sparse", "block_linformer", "long_short"}
+    {"routing", "bigbird", "random", "block_sparse", "block_linformer", "long_short", "moba"}
 )
 # Mechanisms whose naive form steps through the tokens.
 STATES = frozenset(
