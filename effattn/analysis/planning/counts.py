@@ -45,7 +45,11 @@ class Pass(NamedTuple):
 def alike(config: TransformerConfig) -> tuple[int, ...]:
     """For each layer, the index of the first layer that is like it."""
     layers = range(config.num_layers)
-    described = [(config.layer_mixer(layer), config.layer_experts(layer)) for layer in layers]
+    residual = config.value_residual  # of values, which the layers after the first have
+    described = [
+        (config.layer_mixer(layer), config.layer_experts(layer), residual and layer > 0)
+        for layer in layers
+    ]
     return tuple(described.index(layer) for layer in described)
 
 
@@ -320,14 +324,18 @@ def split(config, layer, module):
 class _Model(TransformerLM):
     """A model that calls all layers by one function, which JAX traces once for layers alike."""
 
-    def _block(self, block, x, *_, **__):
-        return _call(self.config.remat, self.config.remat_policy)(block, x), ()
+    def _block(self, block, x, *given, method="with_routing"):
+        has_values = method == "with_values"
+        call = _call(self.config.remat, self.config.remat_policy)
+        x, values = call(block, x, given[3] if has_values else None)
+        return (x, (), values) if has_values else (x, ())
 
 
 @functools.cache
 def _call(remat, policy):
-    def call(block, x):
-        return block(x)
+    def call(block, x, values):
+        x, _, values = block.with_values(x, values)
+        return x, values
 
     if not remat:
         return call

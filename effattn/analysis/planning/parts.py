@@ -77,6 +77,8 @@ def each_of_several(mixer: Any, axis_name: str) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=1024)
 def _forward(config, layer, devices, length, rows):
     """A form and its jaxpr, or None and the reason."""
+    if config.value_residual:
+        return None, "no form passes on the values of the first layer"
     mixer = nnx.eval_shape(lambda: Block(config, layer, rngs=nnx.Rngs(0)).mixer)
     x = jax.ShapeDtypeStruct((rows, length, config.features), config.dtype)
     reason = f"no form of effattn.parallel takes {type(mixer).__name__}"

@@ -174,6 +174,17 @@ def test_a_mixer_without_heads_has_no_tensor_parallelism():
         plan(config, None, 128, {"tensor": 2}, "h100", batch=8)
 
 
+def test_layers_after_the_first_have_the_parameters_of_value_residuals():
+    config = dataclasses.replace(MODEL, mixer="rwkv7", num_kv_heads=None, feed_forward="rwkv7")
+    more = dataclasses.replace(config, value_residual=True)
+    count, features = settings.counts.parameters_of_layers, MODEL.features
+    added = (MODEL.num_layers - 1) * (features + 2 * 32 * features)
+    assert count(more) == count(config) + added
+    assert settings.counts.hidden_features(config) == 4 * features
+    with pytest.raises(ValueError, match="sequence must be 1 .*: no form passes on the values"):
+        plan(more, None, 128, {"sequence": 2}, "h100", batch=8)
+
+
 def test_the_model_fits_each_mechanism():
     """Key heads are left out for a mechanism without, and the context is the largest length."""
 
