@@ -81,11 +81,11 @@ def attend(
         ids, order = lax.sort_key_val((blocks + 1).reshape(-1), lax.iota(jnp.int32, blocks.size))
         place = inverse_of(order)
         copies = jnp.broadcast_to(query[:, None], (len(query), each, *query.shape[1:]))
-        pairs = permute(copies.reshape(-1, *query.shape[1:]), order, place)
+        pairs = permute(lax.collapse(copies, 0, 2), order, place)
         found = attention.attend(
             pairs, key, value, check(pairs, key, value, segment_ids=(ids, key_ids))
         )
-        outs, lses = (permute(x, place, order).reshape(-1, each, *x.shape[1:]) for x in found)
+        outs, lses = (permute(x, place, order).reshape(*blocks.shape, *x.shape[1:]) for x in found)
         parts = range(each)
         return combine([outs[:, n] for n in parts], [lses[:, n] for n in parts])
 

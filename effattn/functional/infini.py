@@ -14,6 +14,7 @@ from effattn.arrays.axes import lead
 from effattn.arrays.segments import positions_from_segment_ids, valid
 from effattn.cores import attention, compressive_memory
 from effattn.cores.compressive_memory import Segments
+from effattn.functional.linear import elu_features
 from effattn.naive import dot, normalized, over_pairs, with_naive
 from effattn.options import Execution, Packing, Padding, Scale, declared
 
@@ -37,7 +38,7 @@ def naive(query, key, value, pairs, *, gate, segment_size, scale, delta_rule=Fal
     weights, _ = within.softmax(scale * dot(turned[0], turned[1].T))
     local = dot(weights, value)
     query, key, value = (x.astype(local.dtype) for x in (query, key, value))
-    query, key = jax.nn.elu(query) + 1, jax.nn.elu(key) + 1
+    query, key = elu_features(query), elu_features(key)
     one = jnp.ones((len(key), 1), key.dtype)
     if delta_rule:
         products = jnp.where(is_earlier & same_document & pairs.present, key @ key.T, 0)

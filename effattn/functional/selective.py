@@ -31,8 +31,7 @@ class Options(Padding, Packing, Scale, Residual, Precision, total=False):
 
 def naive(query, key, value, pairs, *, selection_query, selection_key, scale):
     """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`. Returns output and log-sum-exp."""
-    first = jnp.argmax(pairs.key_ids[:, None] == pairs.key_ids, 1)  # of each token's document
-    selects = pairs.allowed & (pairs.j != pairs.i[:, None]) & (pairs.j != first)
+    selects = pairs.allowed & (pairs.j != pairs.i[:, None]) & (pairs.places != 0)
     scores = jax.nn.relu(scale * dot(selection_query, selection_key.T))
     scores = jnp.where(selects, scores, 0)
     before = jnp.concatenate([jnp.zeros_like(scores[:1]), scores[:-1]])

@@ -25,8 +25,7 @@ class Options(Packing, Score, Sink, Tile, Softmax, total=False):
 
 def naive(query, key, value, pairs, *, scale, num_sinks, window_size, sink_query=None):
     """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`. Returns output and log-sum-exp."""
-    start = jnp.argmax(pairs.key_ids[:, None] == pairs.key_ids, 1)  # of each token's document
-    is_sink = pairs.j < start + num_sinks
+    is_sink = pairs.places < num_sinks
     is_near = pairs.i[:, None] - pairs.j < window_size
     of_sinks = dot(query if sink_query is None else sink_query, key.T)
     products = scale * jnp.where(is_near, dot(query, key.T), of_sinks)

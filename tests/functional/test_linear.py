@@ -334,3 +334,11 @@ def test_implementations_are_tried_in_order():
     args = draw(5)
     got = jax.jit(functools.partial(linear_attention, implementation=("pallas", "xla")))(*args)
     np.testing.assert_array_equal(got, jax.jit(linear_attention)(*args))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "naive"])
+def test_small_features_keep_their_digits(implementation):
+    query = key = jnp.full((1, 4, 1, 2), -20, jnp.float32)
+    value = jnp.arange(4, dtype=jnp.float32).reshape(1, 4, 1, 1)
+    out = linear_attention(query, key, value, is_causal=True, implementation=implementation)
+    np.testing.assert_allclose(out.ravel(), [0, 0.5, 1, 1.5], atol=1e-6)

@@ -14,8 +14,11 @@ from tests.dense import draw
 from tests.laws.battery import FIRST_NAMES, MECHANISMS
 from tests.marks import slow_but_for
 
-# Naive forms with code of their own for empty sequences and for values without features.
-OWN_EDGES = ("performer", "cosformer", "block_linformer", "long_short")
+# Forms with code of their own for empty sequences and for values without features.
+OWN_EDGES = (
+    *("performer", "cosformer", "block_linformer", "long_short"),
+    *("streaming", "selective", "moba", "native_sparse"),
+)
 QUICK = [s for s in MECHANISMS if s.name in (*FIRST_NAMES, *OWN_EDGES)]
 SIZES = {
     "no batch": SQUARE._replace(batch=()),
