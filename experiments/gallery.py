@@ -105,6 +105,7 @@ FORGETS = np.full((LENGTH, 1), -0.05, np.float32)
 FORGETS_ALIKE = np.full((LENGTH, 1, 8), -0.05, np.float32)
 WRITES = np.full((LENGTH, 1), 0.1, np.float32)
 UNIT = np.full((LENGTH, 1, 8), 8**-0.5, np.float32)
+SELECTS = np.random.default_rng(2).standard_normal((LENGTH, 1, 8), np.float32)
 VECTORS = np.random.default_rng(0).standard_normal((1, 64, 8), np.float32)
 KERNEL = np.random.default_rng(1).standard_normal((1, 8, 8), np.float32)
 SHOWN: Mapping[str, Mapping[str, Any]] = {
@@ -113,6 +114,13 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "hierarchical": {"segment_size": 4, "num_levels": 4, "num_summaries": 1, "key": RISING},
     "additive": {"query_kernel": KERNEL, "key_kernel": KERNEL, "score": 4 * KERNEL[:, 0]},
     "differential": {"lambda_": np.full((), 0.5, np.float32)},
+    "forgetting": {"log_forget": FORGETS},
+    "selective": {"selection_query": SELECTS, "selection_key": SELECTS[::-1]},
+    "path": {"reflection": UNIT, "beta": WRITES},
+    "adaptive_span": {"span": np.full(1, 8, np.float32), "max_span": 16, "ramp": 8},
+    "learned_blocks": {"selection_query": SELECTS, "selection_key": SELECTS},
+    "native_sparse": {"gates": np.full((LENGTH, 1, 3), 0.3, np.float32)},
+    "infini": {"gate": np.zeros(1, np.float32), "segment_size": 16},
     "gated_linear": {"log_decay": FORGETS},
     "hgrn2": {"log_decay": FORGETS_ALIKE, "key": -np.expm1(FORGETS_ALIKE)},
     "mlstm": {"log_input_gate": np.zeros((LENGTH, 1), np.float32), "log_forget_gate": FORGETS},
@@ -125,6 +133,41 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"step_size": -FORGETS, "rate": -np.ones(1, np.float32)},
     "delta_net": {"beta": WRITES, "key": UNIT},
     "gated_delta_net": {"beta": WRITES, "key": UNIT, "log_decay": FORGETS},
+    "kimi_delta": {"beta": WRITES, "key": UNIT, "log_decay": FORGETS_ALIKE},
+    "gated_delta_net_2": {
+        "key": UNIT,
+        "log_decay": FORGETS_ALIKE,
+        "erase": np.full((LENGTH, 1, 8), 0.1, np.float32),
+        "write": np.full((LENGTH, 1, LENGTH), 0.1, np.float32),
+    },
+    "delta_product": {
+        "beta": np.full((LENGTH, 1, 2), 0.1, np.float32),
+        "key": UNIT,
+        "later_keys": UNIT[..., None, :],
+        "later_values": np.zeros((LENGTH, 1, 1, LENGTH), np.float32),
+    },
+    "log_linear": {"log_decay": FORGETS, "levels": np.ones((LENGTH, 1, 8), np.float32)},
+    "mesa": {
+        "beta": WRITES,
+        "log_decay": FORGETS,
+        "regulariser": np.ones((1, 8), np.float32),
+        "num_steps": 8,
+    },
+    "ttt_linear": {
+        "rate": WRITES,
+        "key": UNIT,
+        "initial_weights": np.zeros((1, 8, LENGTH), np.float32),
+        "initial_bias": np.zeros((1, LENGTH), np.float32),
+        "norm_scale": np.ones((1, LENGTH), np.float32),
+        "norm_bias": np.zeros((1, LENGTH), np.float32),
+    },
+    "titans": {"rate": WRITES, "key": UNIT, "momentum": 4 * WRITES, "log_decay": FORGETS},
+    "mamba3": {
+        "step_size": -FORGETS,
+        "log_decay": FORGETS,
+        "trapezoid": 5 * WRITES,
+        "angle": np.full((LENGTH, 1, 4), 0.1, np.float32),
+    },
     "rwkv6": {"log_decay": FORGETS_ALIKE, "bonus": np.ones((1, 8), np.float32)},
     "rwkv7": {
         "log_decay": FORGETS_ALIKE,

@@ -70,7 +70,7 @@ class S4(StateSpace):
         if length > self.max_length:
             output = self._truncated(length, wide)
         kernel = low_rank_kernel(L, P, B, output, dt, length)
-        y = _convolution(x, kernel, segment_ids) + dtypes.product(
+        y = _convolution(x, kernel, segment_ids=segment_ids) + dtypes.product(
             lead(self.skip[...].astype(wide), 3), x
         )
         return self._finish(y.astype(x.dtype))

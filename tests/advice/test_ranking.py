@@ -67,9 +67,9 @@ def test_exact_leaves_out_all_others():
 def test_needs_leave_out_mechanisms_and_say_why():
     advice = effattn.advise(
         32, causal=True, needs=("segments",), heads=1, head_dim=8,
-        mechanisms=("softmax", "long_short"),
+        mechanisms=("softmax", "native_sparse"),
     )  # fmt: skip
-    assert advice.left_out["long_short"].endswith("as its slots would mix documents")
+    assert advice.left_out["native_sparse"].endswith("their size, not with documents")
 
 
 def test_larger_windows_have_smaller_errors():
