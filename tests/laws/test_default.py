@@ -43,7 +43,9 @@ def cases():
                 continue
             container = CONTAINERS[next(number) % len(CONTAINERS)]
             label = "-".join([str(subject), way, *given, *["x64"] * x64])
-            is_quick = subject.name in QUICK or (x64 and subject.name in WITH_KERNELS)
+            all_or_nothing = given in ((), takes[-1])
+            has_kernel = x64 and all_or_nothing and subject.name in WITH_KERNELS
+            is_quick = subject.name in QUICK or has_kernel
             marks = [] if is_quick else pytest.mark.slow
             yield pytest.param(subject, way, given, x64, container, id=label, marks=marks)
 

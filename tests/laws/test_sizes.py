@@ -14,7 +14,7 @@ from flax import nnx
 from effattn import registry
 from effattn.nn import TransformerConfig, TransformerLM
 from tests.cases import FUNCTIONS, MIXERS
-from tests.marks import slow_but_for
+from tests.marks import slow, slow_but_for
 
 DIRECTIONS = {"causal": True, "bidirectional": False}
 # One or two mechanisms of each core and family.
@@ -93,7 +93,7 @@ def test_no_rows_and_no_tokens(name, causal):
 
 
 @every
-@pytest.mark.parametrize(("features", "heads"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("features", "heads"), [(1, 1), slow(2, 2), slow(2, 1)])
 def test_the_smallest_layers(name, causal, features, heads):
     if name in ("convolution_attention", "differential", "h3"):
         features *= 2  # these mechanisms halve the features, or have heads of two
