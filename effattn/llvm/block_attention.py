@@ -25,6 +25,7 @@ that stays in the cache of the core.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -71,16 +72,16 @@ def refusal(config: Config, x: Inputs) -> str | None:
     given += ["dropout"] if config.dropout_rate else []
     given += ["a traced scale"] if config.scale is None else []
     given += ["a traced query_offset"] if config.offset is None else []
-    given += [] if x.bias is None or _is_of_keys(config, x) else ["a bias of other pairs than keys"]
+    given += [] if x.bias is None or _is_of_keys(x) else ["a bias of other pairs than keys"]
     if given:
         return f"does not take {' and '.join(given)}"
     return runtime.refusal()
 
 
-def _is_of_keys(config, x):
+def _is_of_keys(x):
     """Returns whether the bias is one number for each key, whatever the query."""
     *_, queries, keys = x.bias.shape
-    return queries == 1 and keys == x.key.shape[-3] and x.bias.dtype == _FLOAT32 and config.scale
+    return queries == 1 and keys == x.key.shape[-3] and x.bias.dtype == _FLOAT32
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -91,7 +92,8 @@ def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp, and the rounding error of the log-sum-exp."""
     heads = _with_bias(config, x.query, x.key, x.value, x.bias)
-    out, lse, lse_error = _attention(("forward", config), *heads, *_ids(x))
+    static = "forward", _without_bias(config, x)
+    out, lse, lse_error = _attention(static, *heads, *_ids(x))
     return out.astype(dtype), lse, lse_error
 
 
@@ -101,7 +103,8 @@ def backward(
     """Returns the gradients; `delta` `(*B, T, N)` is rowsum(dO * O) - dL."""
     given = x.query, x.key, x.value, x.bias
     heads, pull_back = jax.vjp(functools.partial(_with_bias, config), *given)
-    gradients = _attention(("backward", config), *heads, *_ids(x), lse, d_out, delta)
+    static = "backward", _without_bias(config, x)
+    gradients = _attention(static, *heads, *_ids(x), lse, d_out, delta)
     d_query, d_key, d_value, d_bias = pull_back(gradients)
     return Inputs(query=d_query, key=d_key, value=d_value, bias=d_bias)
 
@@ -109,7 +112,7 @@ def backward(
 def _with_bias(config, query, key, value, bias):
     """Query, key and value, with the bias `(*#B, #K, #G, 1, S)` as one more feature of the keys.
 
-    The product of this feature with the query, times the scale, is the bias.
+    The queries have a 1 there, and the scale in the other features, so no bias is rounded.
     """
     if bias is None:
         return query, key, value
@@ -118,9 +121,14 @@ def _with_bias(config, query, key, value, bias):
     *batch, keys, heads, _ = key.shape
     bias = bias[..., 0, :].reshape(*bias.shape[:-4], -1, keys)  # (*#B, #N, S)
     of_keys = jnp.broadcast_to(jnp.swapaxes(bias, -1, -2), (*batch, keys, heads))
-    of_queries = jnp.full((*query.shape[:-1], 1), 1 / config.scale, query.dtype)
-    query = jnp.concatenate([query, of_queries], -1)
+    of_queries = jnp.ones((*query.shape[:-1], 1), query.dtype)
+    query = jnp.concatenate([query * np.float32(config.scale), of_queries], -1)
     return query, jnp.concatenate([key, of_keys[..., None]], -1), value
+
+
+def _without_bias(config, x):
+    """Configuration of the arrays of `_with_bias`."""
+    return config if x.bias is None else dataclasses.replace(config, scale=1.0)
 
 
 # The primitive. Forward, (query, key, value[, query_ids, key_ids]) -> (out, lse, lse_error);
@@ -434,6 +442,7 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
                     right = tile[of_query], TILE, to, TILE, to
                     code.call(multiply, keys, TILE, count, scratch[array], count, 1, *right)
                 group.mask(logits, tile, chunk, keys)
+                ops.mask_rows(logits, keys, tile.rows)
                 ops.softmax_gradient(logits, d_logits, keys, tile["lse"], tile["delta"])
                 for left, rows, features, to in (
                     (logits, "d_out_rows", value_width, "d_value"),

@@ -142,6 +142,15 @@ class TileOps:
                 )
                 self._mask(logits, j, v, sees)
 
+    def mask_rows(self, logits: Any, keys: Any, rows: Any) -> None:
+        """Sets logits to -inf for lanes without a query, whose products with -inf are NaN."""
+        code = self.code
+        with code.when(code.less(rows, TILE)), code.loop(0, keys) as j:
+            count = code.all_lanes(code.builder.trunc(rows, code.int32))
+            for v in self.vectors:
+                lane = code.integer_vector(range(v, v + self.lanes))
+                self._mask(logits, j, v, code.builder.icmp_signed("<", lane, count))
+
     def mask_ids(self, logits: Any, keys: Any, ids: Any, key_ids: Any) -> None:
         """Sets logits to -inf where the ids of key and query differ."""
         with self.code.loop(0, keys) as j:

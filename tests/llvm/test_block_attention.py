@@ -79,6 +79,24 @@ def test_it_agrees_with_float64(name):
     assert_close(case.run("llvm", np.float32), block_cases.exact(case), 2e-6)
 
 
+@pytest.mark.parametrize("fill", [-np.inf, np.finfo(np.float32).min])
+def test_a_bias_that_forbids_keys_has_the_gradients_of_xla(fill):
+    """All keys of the first head, and some of the others; the last tile is not full."""
+    arrays = draw(queries=40, keys=40, dtype=np.float32)
+    bias = np.zeros((4, 1, 40), np.float32)
+    bias[0], bias[1:, :, 10:30] = fill, fill
+
+    def run(implementation):
+        def call(arrays, _):
+            return effattn.dot_product_attention(
+                **arrays, is_causal=True, return_residual=True, implementation=implementation
+            )
+
+        return with_gradients(call, {**arrays, "bias": bias})
+
+    assert_close(run("llvm"), run("xla"), 2e-6)
+
+
 @pytest.mark.parametrize("name", ["dilated", "lengths", "a mask of keys"])
 def test_it_agrees_with_float64_where_integers_have_64_bits(name):
     with jax.enable_x64(True):
