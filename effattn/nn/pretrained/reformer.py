@@ -29,9 +29,11 @@ def reformer_lsh_from_transformers(
             num_buckets=(64, 128))
 
     The mixer returns the update that the layer adds to its input; the norm before it is not loaded.
-    With one round and the same `rotations`, it agrees with a layer of transformers that looks at
-    one chunk before. With more rounds, the mixer divides each pair by how often it is met, as in
-    the paper, and transformers does not.
+    With one round, the same `rotations` and `is_causal=False`, it agrees with a layer of
+    transformers that looks at one chunk before. With more rounds, the mixer divides each pair by
+    how often it is met, as in the paper, and transformers does not. Causal layers of transformers
+    mask chunks whose borders depend on later tokens; a causal mixer reads the last tokens of the
+    bucket instead (see `effattn.lsh_attention`), so outputs differ.
 
     Args:
       parameters: as in `mamba_from_transformers`.
@@ -60,7 +62,8 @@ def reformer_lsh_from_transformers(
         num_heads,
         head_dim=inner // num_heads,
         num_rounds=num_rounds,
-        num_buckets=num_buckets,
+        # A single int would be factorised here, and is not in transformers.
+        num_buckets=(num_buckets,) if isinstance(num_buckets, int) else num_buckets,
         chunk_length=chunk_length,
         is_causal=is_causal,
     )
