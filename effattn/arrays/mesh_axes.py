@@ -85,22 +85,25 @@ def placed_like(x: jax.Array, function: Callable[..., jax.Array], *arguments: An
 
 
 def extended(
-    function: Callable[..., tuple[jax.Array, Any]],
+    function: Callable[..., tuple[Any, ...]],
     module: Any,
     x: jax.Array,
     state: Any,
     *more: Any,
-) -> tuple[jax.Array, Any]:
-    """Calls `function(module, x, state, *more)`, which returns `(y, state)`, by `placed`.
+    further: int = 0,
+) -> tuple[Any, ...]:
+    """Calls `function(module, x, state, *more)` by `placed`.
 
-    y is sharded like x. The new state is sharded like the old state, with its rows (first axis)
-    sharded like those of x.
+    The function returns `(y, state, ...)`, with `further` more results. y is sharded like x, and
+    further results like the rows and tokens of x. The new state is sharded like the old state, with
+    its rows (first axis) sharded like those of x.
     """
     if not explicit(x):
         return function(module, x, state, *more)
     rows, *_ = spec(x)
     specs = jax.tree.map(lambda leaf: PartitionSpec(rows, *spec(leaf)[1:]), state)
-    return placed(function, x, PartitionSpec(*spec(x)), specs)(module, x, state, *more)
+    of_tokens = [PartitionSpec(*spec(x)[:2])] * further
+    return placed(function, x, PartitionSpec(*spec(x)), specs, *of_tokens)(module, x, state, *more)
 
 
 @contextlib.contextmanager

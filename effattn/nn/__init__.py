@@ -21,7 +21,6 @@ from effattn.nn.convolution import DilatedConvolution
 from effattn.nn.convolution_attention import ConvolutionAttention
 from effattn.nn.convolutional_classifier import ConvolutionalClassifier
 from effattn.nn.cross_attention import CrossAttention
-from effattn.nn.decoder_from_transformers import decoder_from_transformers
 from effattn.nn.delta_net import DeltaNet
 from effattn.nn.delta_product import GatedDeltaProduct
 from effattn.nn.delta_rule import DeltaRuleState
@@ -53,19 +52,6 @@ from effattn.nn.infini import InfiniSelfAttention
 from effattn.nn.kimi_delta import KimiDeltaAttention
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.latent import LatentAttention
-from effattn.nn.layers_from_transformers import (
-    fnet_from_transformers,
-    gated_delta_net_from_transformers,
-    latent_from_transformers,
-    mamba2_from_transformers,
-    mamba_from_transformers,
-    nystromformer_from_transformers,
-    reformer_local_from_transformers,
-    reformer_lsh_from_transformers,
-    rg_lru_from_transformers,
-    rwkv4_channel_mix_from_transformers,
-    rwkv4_from_transformers,
-)
 from effattn.nn.learned_blocks import LearnedBlockSelfAttention, policy_loss
 from effattn.nn.lightning import LightningAttention
 from effattn.nn.linformer import LinformerSelfAttention
@@ -86,7 +72,22 @@ from effattn.nn.path import PathAttention
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pipelined import PipelinedLM
 from effattn.nn.placement import placed, shardings
-from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
+from effattn.nn.pretrained import (
+    bigbird_from_transformers,
+    decoder_from_transformers,
+    fnet_from_transformers,
+    gated_delta_net_from_transformers,
+    latent_from_transformers,
+    longformer_from_transformers,
+    mamba2_from_transformers,
+    mamba_from_transformers,
+    nystromformer_from_transformers,
+    reformer_local_from_transformers,
+    reformer_lsh_from_transformers,
+    rg_lru_from_transformers,
+    rwkv4_channel_mix_from_transformers,
+    rwkv4_from_transformers,
+)
 from effattn.nn.prune import prune_heads
 from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.recurrent_memory import RecurrentMemoryAttention

@@ -26,7 +26,7 @@ from effattn.nn.experts import MixtureOfExperts
 from effattn.nn.feed_forward import FeedForward
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.module import Module
-from effattn.nn.shared_keys import Keys, SharedKeysAttention
+from effattn.nn.shared_keys import SharedKeysAttention
 from effattn.parallel.mixers import divided
 
 # The statistics of each mixture of experts, from the first layer to the last.
@@ -39,7 +39,7 @@ Sublayer = tuple[
 ]
 
 
-# Mechanisms whose mixers have `with_values` and `extend_with_values`.
+# Mechanisms whose mixers take the values of the first layer, in `with_shared`.
 _WITH_VALUES = ("rwkv7",)
 
 
@@ -74,12 +74,21 @@ class Layer(Module):
         )
         self.mixer_norm = norm_of(config, rngs)
         self.feed_forward_norm = None if config.parallel else norm_of(config, rngs)
-        self.post_norm, self.value_residual = config.post_norm, config.value_residual
+        self.post_norm = config.post_norm
+        self.shares = config.shared_source(layer) is not None
         self.dropout_rate = config.dropout_rate
 
     def mixer_input(self, x: jax.Array) -> jax.Array:
         """The input of the mixer, from the input x `(B, T, D)` of the layer."""
         return x if self.post_norm else self.mixer_norm(x)
+
+    def _mix(self, h: jax.Array, shared: Any, rngs: jax.Array | None, **padding: Any) -> Any:
+        """The output of the mixer, and what it shares with later layers, or None."""
+        if self.shares:
+            return self.mixer.with_shared(h, shared, **padding, rngs=rngs)
+        if rngs is not None:  # dropout is not divided
+            return self.mixer(h, **padding, rngs=rngs), None
+        return divided(self.mixer, h)(h, **padding), None
 
     def _after_mixer(self, **padding: Any) -> Sublayer:
         """The sublayer of the feed-forward layer for whole sequences."""
@@ -104,17 +113,11 @@ class Layer(Module):
         self,
         x: jax.Array,
         state: Any,
+        shared: Any,
         lengths: jax.Array | None,
         *between: Sublayer,
-        keys: Any = None,
-    ) -> tuple[jax.Array, Any]:
-        """Applies the layer to new tokens, with the sublayers `between` the others.
-
-        In a model with value residual, the state is a pair of a state and the first values.
-        """
-        values = None
-        if self.value_residual:
-            state, values = state
+    ) -> tuple[jax.Array, Any, Any]:
+        """Applies the layer to new tokens, with the sublayers `between` the others."""
         has_state = isinstance(self.feed_forward, ChannelMixing)
         if has_state != isinstance(state, LayerState):
             raise ValueError(
@@ -133,21 +136,17 @@ class Layer(Module):
                 return self.feed_forward.extend(h, lengths=lengths), None
             return self.feed_forward(h), None
 
-        shared: Any = {}
-        if keys is not None:
-            shared = {"keys": keys.mixer if isinstance(keys, LayerState) else keys}
-
         def mix(h):
-            nonlocal values
-            if not self.value_residual:
-                return self.mixer.extend(h, of_mixer, lengths=lengths, **shared)
-            y, after, values = self.mixer.extend_with_values(h, of_mixer, values, lengths=lengths)
+            if not self.shares:
+                y, after = self.mixer.extend(h, of_mixer, lengths=lengths)
+                return y, (after, None)
+            of_source = shared.mixer if isinstance(shared, LayerState) else shared
+            y, *after = self.mixer.extend_with_shared(h, of_mixer, of_source, lengths=lengths)
             return y, after
 
         others = (*between, (self.feed_forward_norm, feed_forward))
-        x, after, _ = self._sublayers(x, mix, others, None)
-        after = LayerState(after, last) if has_state else after
-        return x, (after, values) if self.value_residual else after
+        x, (after, to_share), _ = self._sublayers(x, mix, others, None)
+        return x, LayerState(after, last) if has_state else after, to_share
 
     def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
         """Random key of the mixer, and dropout keys of the mixer output and `others` sublayers."""
@@ -160,11 +159,12 @@ class Layer(Module):
         """Adds the outputs of the mixer and of `others` to x.
 
         Returns:
-          `(x, state, routing)`, with the mixer's state and the statistics of experts.
+          `(x, further, routing)`, with what `mix` returns after its output, and the statistics of
+          experts.
         """
         keys = iter((None,) * (1 + len(others)) if keys is None else keys)
         read = self.mixer_input(x)
-        mixed, state = mix(read)
+        mixed, further = mix(read)
         x = x + dropout(mixed, self.dropout_rate, next(keys))
         # The norm of the residual sum that has not been normalised yet, if the layer is post-norm.
         after = self.mixer_norm
@@ -180,7 +180,7 @@ class Layer(Module):
             x = x + dropout(h, self.dropout_rate, next(keys))
             if stats is not None:
                 routing += (stats,)
-        return after(x) if self.post_norm else x, state, routing
+        return after(x) if self.post_norm else x, further, routing
 
 
 class Block(Layer):
@@ -214,63 +214,45 @@ class Block(Layer):
         rngs: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
         """Returns the output of a call, and the statistics of its experts, if it has experts."""
-        return self.with_values(x, None, lengths=lengths, segment_ids=segment_ids, rngs=rngs)[:2]
+        return self.with_shared(x, lengths=lengths, segment_ids=segment_ids, rngs=rngs)[:2]
 
     @mesh_axes.on_mesh_of_input
-    def with_values(
+    def with_shared(
         self,
         x: jax.Array,
-        values: jax.Array | None,
+        shared: Any = None,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing, jax.Array | None]:
-        """Returns also the values of the first layer, which `values` are after that layer."""
+    ) -> tuple[jax.Array, Routing, Any]:
+        """The results of `with_routing`, and what the layer shares with later layers, or None.
+
+        `shared` is what an earlier layer shares: keys and values, or values alone.
+        """
         mixer_key, keys = self._keys(rngs)
         padding = {"lengths": lengths, "segment_ids": segment_ids}
 
         def mix(h):
-            if self.value_residual:
-                return self.mixer.with_values(h, values, **padding)
-            if mixer_key is not None:  # dropout is not divided
-                return self.mixer(h, **padding, rngs=mixer_key), None
-            return divided(self.mixer, h)(h, **padding), None
+            return self._mix(h, shared, mixer_key, **padding)
 
-        x, values, routing = self._sublayers(x, mix, (self._after_mixer(**padding),), keys)
-        return x, routing, values
-
-    @mesh_axes.on_mesh_of_input
-    def with_keys(
-        self,
-        x: jax.Array,
-        keys: Keys | None = None,
-        *,
-        lengths: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        rngs: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing, Keys]:
-        """The results of `with_routing`, and the keys and values of a layer that shares them.
-
-        `keys` are those of an earlier layer, for a layer that has none.
-        """
-        mixer_key, dropout_keys = self._keys(rngs)
-        padding = {"lengths": lengths, "segment_ids": segment_ids}
-
-        def mix(h):
-            return self.mixer.with_keys(h, **padding, rngs=mixer_key, keys=keys)
-
-        x, shared, routing = self._sublayers(x, mix, (self._after_mixer(**padding),), dropout_keys)
-        return x, routing, shared
+        x, to_share, routing = self._sublayers(x, mix, (self._after_mixer(**padding),), keys)
+        return x, routing, to_share
 
     def extend(
-        self, x: jax.Array, state: Any, keys: Any = None, *, lengths: jax.Array | None = None
+        self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """Applies the layer to T new tokens; `state` is that of `init_state`.
+        """Applies the layer to T new tokens; `state` is that of `init_state`."""
+        return self.extend_with_shared(x, state, lengths=lengths)[:2]
 
-        `keys` is the state of an earlier layer after these tokens, for a layer that has no keys.
+    def extend_with_shared(
+        self, x: jax.Array, state: Any, shared: Any = None, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any, Any]:
+        """The results of `extend`, and what the layer shares with later layers, or None.
+
+        `shared` is what an earlier layer shares: its state after these tokens, or its values.
         """
-        return self._extended(x, state, lengths, keys=keys)
+        return self._extended(x, state, shared, lengths)
 
 
 def build_feed_forward(config: TransformerConfig, layer: int, **common: Any) -> Any:

@@ -20,8 +20,14 @@ from effattn.nn.token_shift import check_depth, mixed_with_last, token_shift
 class ChannelMixing(Module):
     """Base class of the channel mixings: token shift, squared ReLU and, in some, a gate.
 
-    The module has a decode state, the last token. A subclass gives the initial amounts of the token
-    shift, one row for each input: that of the gate, if it has one, and that of the key.
+    The module has a decode state, the last token.
+
+    Args:
+      hidden_features: size of k; by default a multiple of D.
+      depth: relative depth of the layer, 0 (first) to 1 (last); sets the token shift.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of W_v; default None, `kernel_init`.
+      **options: see `effattn.nn.options.Parameters`.
     """
 
     receptance: Any  # None without a gate
@@ -29,24 +35,41 @@ class ChannelMixing(Module):
     def __init__(
         self,
         in_features: int,
-        hidden_features: int,
-        amounts: list[np.ndarray],
+        hidden_features: int | None = None,
         *,
-        depth: float,
+        depth: float = 0.5,
         kernel_init: Callable[..., Any] = initializers.kernel_init,
         out_kernel_init: Callable[..., Any] | None = None,
         **options: Unpack[Parameters],
     ):
         check_depth(depth)
-        self.in_features = in_features
+        self.in_features = checks.at_least("in_features", in_features, 1, "features")
+        if hidden_features is None:
+            hidden_features = self._default_hidden(in_features)
         hidden = checks.at_least("hidden_features", hidden_features, 1, "features")
         make = Layers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, **options)
         self.dtype, self.param_dtype = options.get("dtype"), make.param_dtype
+        amounts = self._amounts(np.arange(in_features) / in_features, depth)
         gated = len(amounts) > 1
         self.receptance = make.linear(in_features, in_features) if gated else None
         self.key = make.hidden(in_features, hidden)
         self.value = make.out(hidden, in_features, kernel_metadata=axes("hidden", "features"))
         self.shifts = make.constant(amounts)
+
+    @staticmethod
+    def _default_hidden(features: int) -> int:
+        """The size of k for D features."""
+        return 4 * features
+
+    @staticmethod
+    def _amounts(places: np.ndarray, depth: float) -> list[np.ndarray]:
+        """The initial amounts of the token shift: those of the gate, if there is one, and of k.
+
+        Args:
+          places: `(D,)`, the place of each feature in [0, 1).
+          depth: relative depth of the layer.
+        """
+        raise NotImplementedError
 
     @mesh_axes.on_mesh_of_input
     def __call__(
@@ -91,36 +114,14 @@ class RWKV4ChannelMix(ChannelMixing):
 
         k, r = (mu_c x + (1 - mu_c) x') W_c;   y = sigmoid(r) (relu(k)^2 W_v)
 
-    x' is the previous token, so the module has a decode state: the last token.
-
-    Args:
-      hidden_features: size of k; default 4 D.
-      depth: as in `RWKV4`.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of W_v; default None, `kernel_init`.
-      **options: see `effattn.nn.options.Parameters`.
+    x' is the previous token, so the module has a decode state: the last token. k has
+    4 D features by default.
+    Arguments are those of `effattn.nn.channel_mixing.ChannelMixing`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int | None = None,
-        *,
-        depth: float = 0.5,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        **options: Unpack[Parameters],
-    ):
-        place = _places(in_features, depth)
-        super().__init__(
-            in_features,
-            4 * in_features if hidden_features is None else hidden_features,
-            [place ** (1 - depth)] * 2,
-            depth=depth,
-            kernel_init=kernel_init,
-            out_kernel_init=out_kernel_init,
-            **options,
-        )
+    @staticmethod
+    def _amounts(places: np.ndarray, depth: float) -> list[np.ndarray]:
+        return [places ** (1 - depth)] * 2
 
     def _shifted(self, x, shifted, amounts):
         return mixed_with_last(x, shifted, amounts)
@@ -131,36 +132,18 @@ class RWKV6ChannelMix(ChannelMixing):
 
         k, r = (x + (x' - x) mu_c) W_c;   y = sigmoid(r) (relu(k)^2 W_v)
 
-    x' is the previous token, so the module has a decode state: the last token.
-
-    Args:
-      hidden_features: size of k; default 3.5 D, rounded up to a multiple of 8.
-      depth: as in `RWKV6`.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of W_v; default None, `kernel_init`.
-      **options: see `effattn.nn.options.Parameters`.
+    x' is the previous token, so the module has a decode state: the last token. k has
+    3.5 D features by default, rounded up to a multiple of 8.
+    Arguments are those of `effattn.nn.channel_mixing.ChannelMixing`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int | None = None,
-        *,
-        depth: float = 0.5,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        **options: Unpack[Parameters],
-    ):
-        place = _places(in_features, depth)
-        super().__init__(
-            in_features,
-            -(-7 * in_features // 16) * 8 if hidden_features is None else hidden_features,
-            [1 - place ** (1 - depth)] * 2,
-            depth=depth,
-            kernel_init=kernel_init,
-            out_kernel_init=out_kernel_init,
-            **options,
-        )
+    @staticmethod
+    def _default_hidden(features: int) -> int:
+        return -(-7 * features // 16) * 8
+
+    @staticmethod
+    def _amounts(places: np.ndarray, depth: float) -> list[np.ndarray]:
+        return [1 - places ** (1 - depth)] * 2
 
 
 class RWKV7ChannelMix(ChannelMixing):
@@ -168,40 +151,11 @@ class RWKV7ChannelMix(ChannelMixing):
 
         k = (x + (x' - x) mu) W_k;   y = relu(k)^2 W_v
 
-    x' is the previous token, so the module has a decode state: the last token.
-
-    Args:
-      hidden_features: size of k; default 4 D.
-      depth: as in `RWKV7`.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of W_v; default None, `kernel_init`.
-      **options: see `effattn.nn.options.Parameters`.
+    x' is the previous token, so the module has a decode state: the last token. k has
+    4 D features by default.
+    Arguments are those of `effattn.nn.channel_mixing.ChannelMixing`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int | None = None,
-        *,
-        depth: float = 0.5,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        **options: Unpack[Parameters],
-    ):
-        place = _places(in_features, depth)
-        super().__init__(
-            in_features,
-            4 * in_features if hidden_features is None else hidden_features,
-            [1 - place ** ((1 - depth) ** 4)],
-            depth=depth,
-            kernel_init=kernel_init,
-            out_kernel_init=out_kernel_init,
-            **options,
-        )
-
-
-def _places(in_features, depth):
-    """Places of the features in [0, 1), from which the authors' code makes initial amounts."""
-    check_depth(depth)
-    features = checks.at_least("in_features", in_features, 1, "features")
-    return np.arange(features) / features
+    @staticmethod
+    def _amounts(places: np.ndarray, depth: float) -> list[np.ndarray]:
+        return [1 - places ** ((1 - depth) ** 4)]

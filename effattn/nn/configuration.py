@@ -238,6 +238,10 @@ class TransformerConfig:
             return None
         return self.keys_from[layer]
 
+    def shared_source(self, layer: int) -> int | None:
+        """The layer whose keys and values, or values alone, this layer reads, or None."""
+        return 0 if self.value_residual else self.key_source(layer)
+
     def position_kind(self) -> str:
         """Position encoding of the model: `positions`, or the default for its mixers.
 

@@ -165,42 +165,52 @@ class DecoderBlock(Layer):
     ) -> tuple[jax.Array, Routing]:
         """Returns the output of a call, and the statistics of its experts, if it has experts."""
         padding = {"lengths": lengths, "segment_ids": segment_ids}
-        return self.with_values(x, None, context, **padding, rngs=rngs)[:2]
+        return self.with_shared(x, None, context, **padding, rngs=rngs)[:2]
 
     @mesh_axes.on_mesh_of_input
-    def with_values(
+    def with_shared(
         self,
         x: jax.Array,
-        values: jax.Array | None,
+        shared: jax.Array | None,
         context: Context,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         rngs: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing, jax.Array | None]:
-        """Returns also the values of the first layer, as `Block.with_values` does."""
+        """Returns also the values of the first layer, as `Block.with_shared` does."""
         mixer_key, keys = self._keys(rngs, 3)
         padding = {"lengths": lengths, "segment_ids": segment_ids}
 
         def mix(h):
-            if self.value_residual:
-                return self.mixer.with_values(h, values, **padding)
-            return self.mixer(h, **padding, rngs=mixer_key), None
+            return self._mix(h, shared, mixer_key, **padding)
 
         cross_key, keys = (None, None) if keys is None else (keys[0], keys[1:])
         cross = self._cross(context, lengths, rngs=cross_key)
         others = cross, self._after_mixer(**padding)
-        x, values, routing = self._sublayers(x, mix, others, keys)
-        return x, routing, values
+        x, to_share, routing = self._sublayers(x, mix, others, keys)
+        return x, routing, to_share
 
     @mesh_axes.on_mesh_of_input
     def extend(
         self, x: jax.Array, state: Any, context: Context, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Applies the layer to T new tokens; `state` is that of `init_state`."""
-        of_mixer = state[0] if self.value_residual else state
-        cross = self._cross(context, lengths, query_offset=of_mixer.length)
-        return self._extended(x, state, lengths, cross)
+        return self.extend_with_shared(x, state, None, context, lengths=lengths)[:2]
+
+    @mesh_axes.on_mesh_of_input
+    def extend_with_shared(
+        self,
+        x: jax.Array,
+        state: Any,
+        shared: jax.Array | None,
+        context: Context,
+        *,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """Returns also the values of the first layer, as `Block.extend_with_shared` does."""
+        cross = self._cross(context, lengths, query_offset=state.length)
+        return self._extended(x, state, shared, lengths, cross)
 
     def _cross(self, context, lengths, **given) -> Sublayer:
         given = {"lengths": lengths, "context_lengths": context.lengths, **given}

@@ -184,9 +184,12 @@ class CausalMixer(Mixer):
         return self._extended(x, state, lengths)
 
     def _extended(
-        self, x: jax.Array, state: Any, lengths: jax.Array | None, *more: Any
-    ) -> tuple[jax.Array, Any]:
-        """Checks the arguments of `extend` and calls `_extend`; `more` is passed on."""
+        self, x: jax.Array, state: Any, lengths: jax.Array | None, *more: Any, further: int = 0
+    ) -> tuple[Any, ...]:
+        """Checks the arguments of `extend` and calls `_extend`, to which it passes `more`.
+
+        `further` is the number of results of `_extend` after `(y, state)`.
+        """
         x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         self._check_causal()
@@ -198,7 +201,7 @@ class CausalMixer(Mixer):
                 lengths, x = each, zero_padding(x, within(each, time))
             return mixer._extend(x, state, lengths, *more)
 
-        return mesh_axes.extended(extend, self, x, state, lengths, *more)
+        return mesh_axes.extended(extend, self, x, state, lengths, *more, further=further)
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """Calls `extend` with one token per row, x `(B, 1, D)`."""

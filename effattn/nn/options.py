@@ -23,18 +23,26 @@ from effattn.nn import initializers
 from effattn.nn.rotary import RotaryEmbedding
 
 
-class Parameters(TypedDict, total=False):
-    """Parameters: random streams and dtypes.
+class Dtypes(TypedDict, total=False):
+    """Dtypes of a module.
 
     Attributes:
-      rngs: random streams for parameter initialisation. Required.
       dtype: computation dtype; default None, the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters. Default float32.
     """
 
-    rngs: Required[nnx.Rngs]
     dtype: Any
     param_dtype: Any
+
+
+class Parameters(Dtypes, total=False):
+    """Parameters: random streams and dtypes.
+
+    Attributes:
+      rngs: random streams for parameter initialisation. Required.
+    """
+
+    rngs: Required[nnx.Rngs]
 
 
 class Initializers(TypedDict, total=False):

@@ -41,7 +41,7 @@ class RWKV7(TimeMixing):
 
         v = v + (v_first - v) sigmoid(v_0 + x_v A_v B_v)
 
-    `with_values` and `extend_with_values` take and return the values of the first layer; other
+    `with_shared` and `extend_with_shared` take and return the values of the first layer; other
     calls are those of a first layer. `TransformerConfig(value_residual=True)` makes such models.
 
     Args:
@@ -110,24 +110,26 @@ class RWKV7(TimeMixing):
             self.value_in = make.linear(in_features, value_rank, kernel_init=_zeros)
             self.value_out = make.linear(value_rank, of_keys, kernel_init=small)
 
-    def with_values(
+    def with_shared(
         self,
         x: jax.Array,
-        values: jax.Array | None,
+        shared: jax.Array | None = None,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        rngs: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Mixes whole sequences, with the values of the first layer.
 
         Args:
           x: `(B, T, D)`.
-          values: `(B, T, K, H)`, the values of the first layer, which does not read them; or None.
+          shared: `(B, T, K, H)`, the values of the first layer; None in that layer.
           lengths: `(B,)` int, valid tokens of each right-padded row.
           segment_ids: `(B, T)` int, packed sequences; 0 is padding.
+          rngs: changes nothing, because there is no dropout.
 
         Returns:
-          `(y (B, T, D), values)`, the values of the first layer for the next layer.
+          `(y (B, T, D), values)`, the values of the first layer.
         """
         x = tokens_of("x", x, self.in_features)
 
@@ -139,32 +141,34 @@ class RWKV7(TimeMixing):
             return y, values
 
         specs = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec(*mesh_axes.spec(x)[:2])
-        given = values if self.value_residual else None
-        return mesh_axes.placed(mix, x, *specs)(self, x, given, lengths, segment_ids)
+        return mesh_axes.placed(mix, x, *specs)(self, x, shared, lengths, segment_ids)
 
-    def extend_with_values(
-        self, x: jax.Array, state: Any, values: jax.Array, *, lengths: jax.Array | None = None
+    def extend_with_shared(
+        self,
+        x: jax.Array,
+        state: Any,
+        shared: jax.Array | None = None,
+        *,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, jax.Array]:
         """Mixes new tokens as `extend` does, with the values of the first layer for these tokens.
 
         Args:
           x: `(B, T, D)`.
           state: decode state, from `init_state` or an earlier call.
-          values: `(B, T, K, H)`; any numbers in the first layer, which does not read them.
+          shared: `(B, T, K, H)`, the values of the first layer; None in that layer.
           lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
 
         Returns:
           `(y (B, T, D), state, values)`.
         """
-        given = values if self.value_residual else None
-        y, (state, values) = self._extended(x, state, lengths, given)
-        return y, state, values
+        return self._extended(x, state, lengths, shared, further=1)
 
-    def _extend(self, x, state, lengths, *values):
+    def _extend(self, x, state, lengths, *shared):
         more = new_lengths(lengths, *x.shape[:2])
-        y, after, own = self._mix_values(x, state.state, lengths, None, *values)
+        y, after, values = self._mix_values(x, state.state, lengths, None, *shared)
         after = RecurrentState(state=after, length=state.length + more)
-        return y, (after, own) if values else after
+        return (y, after, values) if shared else (y, after)
 
     def _mix(self, x, state, lengths, segment_ids):
         return self._mix_values(x, state, lengths, segment_ids)[:2]
@@ -188,8 +192,12 @@ class RWKV7(TimeMixing):
         key = key * (1 + (rate - 1) * lead(self.rate_scale[...], 3).astype(x.dtype))
         value = self.value(of_value)
         if values is not None:
+            if not self.value_residual:
+                raise ValueError(
+                    "shared must be None in a layer with value_residual=False, got an array"
+                )
             shape = *x.shape[:2], self.num_kv_heads, self.head_dim
-            values = checks.shaped("values", values, shape)
+            values = checks.shaped("shared", values, shape)
             share = self.value_out(self.value_in(of_value))
             share = share + lead(self.value_share[...], 3).astype(share.dtype)
             first = values.reshape(value.shape).astype(value.dtype)

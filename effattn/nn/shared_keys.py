@@ -57,64 +57,55 @@ class SharedKeysAttention(SelfAttention):
             del self.key, self.value, self.key_norm
 
     @mesh_axes.on_mesh_of_input
-    def __call__(
+    def with_shared(
         self,
         x: jax.Array,
+        shared: Keys | None = None,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-        keys: Keys | None = None,
-    ) -> jax.Array:
-        """Mixes whole sequences.
-
-        `keys` are those that `with_keys` of another layer returned, for a layer without keys. Other
-        arguments are as in `SelfAttention`.
-        """
-        padding = {"lengths": lengths, "segment_ids": segment_ids}
-        return self.with_keys(x, **padding, rngs=rngs, keys=keys)[0]
-
-    @mesh_axes.on_mesh_of_input
-    def with_keys(
-        self,
-        x: jax.Array,
-        *,
-        lengths: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-        keys: Keys | None = None,
     ) -> tuple[jax.Array, Keys]:
-        """Returns the output of a call, and the keys `(B, T, K, H)` and values `(B, T, K, Hv)`."""
+        """Returns the output of a call, and the keys `(B, T, K, H)` and values `(B, T, K, Hv)`.
+
+        `shared` are the keys and values of another layer, for a layer without keys. Other arguments
+        are as in `SelfAttention`.
+        """
         sequence_parts.check_mixer(self)
         x, positions, keywords = self._whole(x, lengths, segment_ids)
-        query, key, value = self._heads_and_keys(x, positions, keys)
+        query, key, value = self._heads_and_keys(x, positions, shared)
         out = self._attend((query, key, value), **keywords, **self._dropout(rngs))
         return self.out(out), (key, value)
 
-    def extend(
+    def extend_with_shared(
         self,
         x: jax.Array,
         state: Any,
+        shared: ContiguousState | None = None,
         *,
         lengths: jax.Array | None = None,
-        keys: ContiguousState | None = None,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Any, None]:
         """Mixes T >= 1 new tokens with the tokens that were read before.
 
-        A layer without keys takes, as `keys`, the state of the layer with keys after its call of
-        `extend` with these tokens. Other arguments are as in `SelfAttention`.
-        """
-        return self._extended(x, state, lengths, keys)
+        `shared`, for a layer without keys, is the state of the layer with keys after these tokens.
+        Other arguments are as in `SelfAttention.extend`.
 
-    def _extend(self, x, state, lengths, keys=None):
+        Returns:
+          `(y (B, T, D), state, None)`: keys and values are shared by the state.
+        """
+        y, state = self._extended(x, state, lengths, shared)
+        return y, state, None
+
+    def _extend(self, x, state, lengths, shared=None):
         if self.has_keys:
             return super()._extend(x, state, lengths)
-        if not isinstance(keys, ContiguousState):
+        if not isinstance(shared, ContiguousState):
             raise ValueError(
-                "keys must be the ContiguousState that the layer with keys returned for these "
-                f"tokens, got {type(keys).__name__}"
+                "shared must be the ContiguousState that the layer with keys returned for these "
+                f"tokens, got {type(shared).__name__}"
             )
-        query, *given = self._heads_and_keys(x, self._positions(x, state), (keys.key, keys.value))
+        keys = shared.key, shared.value
+        query, *given = self._heads_and_keys(x, self._positions(x, state), keys)
         lengths = new_lengths(lengths, *x.shape[:2])
         given = [array.astype(query.dtype) for array in given]
         out = self._decoder().attend(query, *given, state.length, lengths)
@@ -127,13 +118,8 @@ class SharedKeysAttention(SelfAttention):
 
     def _heads_and_keys(self, x, positions, keys):
         """Query, key and value; with `has_keys`, those of x."""
-        if self.has_keys:
+        if self.has_keys or keys is None:
             return self._heads(x, positions)
-        if keys is None:
-            raise ValueError(
-                "keys must be given to a layer that reads the keys and values of another layer; "
-                "call the whole model, or pass the keys that with_keys of that layer returned"
-            )
         for name, array, size in zip(
             ("keys", "values"), keys, (self.head_dim, self.value_dim), strict=True
         ):
@@ -149,7 +135,10 @@ class SharedKeysAttention(SelfAttention):
 
     def _project_keys(self, *args: Any, **given: Any) -> Keys:
         if not self.has_keys:
-            raise ValueError("this layer has no keys and values: it reads those of another layer")
+            raise ValueError(
+                "shared must be given to a layer that reads the keys and values of another layer; "
+                "call the whole model, or pass what with_shared of that layer returned"
+            )
         return super()._project_keys(*args, **given)
 
 

@@ -22,7 +22,6 @@ from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.module import Module
 from effattn.nn.placement import ACTIVATIONS, axes
 from effattn.nn.routing import routing_mixers
-from effattn.nn.shared_keys import Keys
 from effattn.nn.sinusoidal import sinusoidal_positions
 from effattn.nn.tokens import indices_of, token_ids, valid_tokens
 
@@ -197,23 +196,14 @@ class Transformer(Module):
         x = self._embed(tokens, positions, valid, name)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
         routing: Routing = ()
-        kept: dict[int, Keys] = {}
-        values = None
+        kept: dict[int | None, Any] = {}
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
             x = mesh_axes.constrained(x, ACTIVATIONS)
             if before is not None:
                 before(block, x, lengths, segment_ids)
-            given = x, lengths, segment_ids, _fold_in(key, layer)
-            source = self.config.key_source(layer)
-            if self.config.value_residual:
-                x, stats, values = self._block(
-                    block, *given, values, *context, method="with_values"
-                )
-            elif source is None:
-                x, stats = self._block(block, *given, *context)
-            else:
-                of_source = kept.get(source)
-                x, stats, kept[layer] = self._block(block, *given, of_source, method="with_keys")
+            shared = kept.get(self.config.shared_source(layer))
+            given = lengths, segment_ids, _fold_in(key, layer), shared, *context
+            x, stats, kept[layer] = self._block(block, x, *given)
             routing += stats
         return self.norm(x), routing
 
@@ -239,21 +229,14 @@ class Transformer(Module):
         if self.positions is not None:
             check_capacity(state.length, lengths, self.positions.num_embeddings)
         x = self._embed(tokens, positions_from(state.length, time), within(lengths, time))
-        values: Any = None
-        if self.config.value_residual:
-            # The first layer does not read them. They pass through each layer with its state.
-            mixer = self.blocks[0].mixer
-            values = jnp.zeros((batch, time, mixer.num_kv_heads, mixer.head_dim), x.dtype)
         layers: list[Any] = []
+        kept: dict[int | None, Any] = {}
         several = zip(self.blocks, state.layers, *contexts, strict=True)
         for number, (block, layer, *context) in enumerate(several):
-            source = self.config.key_source(number)
-            if source is not None and source != number:
-                context = [layers[source]]
-            given = layer if values is None else (layer, values)
-            x, after = mesh_axes.extended(_extend_block, block, x, given, lengths, *context)
-            if values is not None:
-                after, values = after
+            given = lengths, kept.get(self.config.shared_source(number)), *context
+            x, after, values = mesh_axes.extended(_extend_block, block, x, layer, *given, further=1)
+            # Keys and values are part of the state.
+            kept[number] = after if values is None else values
             layers.append(after)
         return self.norm(x), TransformerState(tuple(layers), state.length + lengths)
 
@@ -271,26 +254,25 @@ class Transformer(Module):
         # a long sum in 16 bits stops growing.
         return x.astype(dtypes_of(self.config)["dtype"])
 
-    def _block(self, block, x, *args, method="with_routing"):
-        """The results of a method of the block: x, statistics of experts, and keys or values."""
+    def _block(self, block, x, lengths, segment_ids, key, *shared_and_context):
+        """The results of `with_shared` of the block."""
 
-        def call(block, x, lengths, segment_ids, key, *context):
-            run = getattr(block, method)
-            return run(x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key)
+        def call(block, x, lengths, segment_ids, key, *given):
+            padding = {"lengths": lengths, "segment_ids": segment_ids}
+            return block.with_shared(x, *given, **padding, rngs=key)
 
         if self.config.remat:
             policy = self.config.remat_policy
             if isinstance(policy, str):
                 policy = getattr(jax.checkpoint_policies, policy)
             call = jax.checkpoint(call, policy=policy)
-        specs = [PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()]
-        if method != "with_routing":
-            specs.append(PartitionSpec(*mesh_axes.spec(x)[:2]))
-        return mesh_axes.placed(call, x, *specs)(block, x, *args)
+        whole, of_tokens = (PartitionSpec(*mesh_axes.spec(x)[:axes]) for axes in (3, 2))
+        given = lengths, segment_ids, key, *shared_and_context
+        return mesh_axes.placed(call, x, whole, PartitionSpec(), of_tokens)(block, x, *given)
 
 
-def _extend_block(block, x, state, lengths, *context):
-    return block.extend(x, state, *context, lengths=lengths)
+def _extend_block(block, x, state, lengths, *shared_and_context):
+    return block.extend_with_shared(x, state, *shared_and_context, lengths=lengths)
 
 
 def _rows(table: nnx.Embed, indices: jax.Array) -> jax.Array:

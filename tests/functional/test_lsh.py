@@ -236,7 +236,7 @@ def test_it_agrees_with_transformers(case):
     mixer = reformer_lsh_from_transformers(
         {f"{n}.weight": arrays[f"parameter/{n.split('.')[1]}.weight"] for n in layers},
         num_heads=4,
-        num_buckets=factors,
+        num_buckets=factors if len(factors) > 1 else factors[0],
         chunk_length=6,
         is_causal=False,
         rotations=rotations,

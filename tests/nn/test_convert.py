@@ -7,8 +7,7 @@ import pytest
 from flax import nnx
 
 from effattn import nn, registry
-from effattn.nn.pretrained import bigbird_from_transformers
-from tests.nn.test_pretrained import golden
+from tests.nn.pretrained.test_longformer_and_bigbird import golden
 
 TOKENS = np.arange(24).reshape(2, 12) % 7
 WINDOW = {"name": "sliding_window", "local_window_size": (11, 0)}
@@ -138,7 +137,7 @@ def test_functions_and_mixer_classes_are_mechanisms():
 
 def test_one_mixer_is_converted_as_well():
     case = golden("bigbird")
-    exact = bigbird_from_transformers(
+    exact = nn.bigbird_from_transformers(
         case["parameter"], num_heads=4, attention_type="original_full"
     )
     x = next(c["x"] for name, c in case.items() if name != "parameter")

@@ -99,11 +99,15 @@ def test_it_is_the_layer_of_its_paper(layer, by_hand):
 def test_later_layers_mix_in_the_values_of_the_first():
     mixer = randomised(RWKV7, value_residual=True, value_rank=2)
     values = np.random.default_rng(1).normal(size=(1, LENGTH, HEADS, SIZE)).astype(np.float32)
-    with_values = jax.jit(lambda mixer, x, values: mixer.with_values(x, values))
-    y, passed_on = with_values(mixer, X[None], values)
+    with_shared = jax.jit(lambda mixer, x, values: mixer.with_shared(x, values))
+    y, passed_on = with_shared(mixer, X[None], values)
     expected = rwkv7(mixer, X.astype(np.float64), values.reshape(LENGTH, -1))
     np.testing.assert_allclose(y[0], expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(passed_on, values)
+    with pytest.raises(
+        ValueError, match="shared must be None in a layer with value_residual=False"
+    ):
+        randomised(RWKV7).with_shared(X[None], values)
 
 
 SIZES = {"vocab_size": 11, "num_layers": 2, "features": 8, "num_heads": 2}

@@ -215,13 +215,13 @@ def test_options_of_a_mixer_win_over_those_of_the_model():
 
 
 def test_bfloat16_computes_with_float32_parameters_gradients_and_logits(monkeypatch):
-    seen, block = [], Block.with_routing
+    seen, block = [], Block.with_shared
 
     def spy(self, x, *args, **options):
         seen.append(x.dtype)
         return block(self, x, *args, **options)
 
-    monkeypatch.setattr(Block, "with_routing", spy)
+    monkeypatch.setattr(Block, "with_shared", spy)
     options = {"num_layers": 1, "tie_embeddings": False}
     model = made(dtype="bfloat16", **options)
     value, gradient = jax.eval_shape(jax.value_and_grad(loss), model, TOKENS)

@@ -324,18 +324,15 @@ def split(config, layer, module):
 class _Model(TransformerLM):
     """A model that calls all layers by one function, which JAX traces once for layers alike."""
 
-    def _block(self, block, x, *given, method="with_routing"):
-        has_values = method == "with_values"
-        call = _call(self.config.remat, self.config.remat_policy)
-        x, values = call(block, x, given[3] if has_values else None)
-        return (x, (), values) if has_values else (x, ())
+    def _block(self, block, x, lengths, segment_ids, key, shared):
+        return _call(self.config.remat, self.config.remat_policy)(block, x, shared)
 
 
 @functools.cache
 def _call(remat, policy):
-    def call(block, x, values):
-        x, _, values = block.with_values(x, values)
-        return x, values
+    def call(block, x, shared):
+        x, _, shared = block.with_shared(x, shared)
+        return x, (), shared
 
     if not remat:
         return call

@@ -11,7 +11,7 @@ import pytest
 from effattn import nn
 from tests.marks import slow
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 CONFIGURATIONS = json.loads((GOLDEN / "decoders.json").read_text())["configurations"]
 
 

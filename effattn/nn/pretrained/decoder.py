@@ -9,7 +9,7 @@ from flax import nnx
 
 from effattn.nn.configuration import TransformerConfig
 from effattn.nn.language_model import TransformerLM
-from effattn.nn.pretrained import array_of, some
+from effattn.nn.pretrained.layer import array_of, differences
 from effattn.nn.rotary import RotaryEmbedding
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -218,7 +218,6 @@ def _check_names(parameters: Mapping[str, Any], needed: set[str]) -> None:
     found = {name for name in parameters if not name.endswith("rotary_emb.inv_freq")}
     if "lm_head.weight" not in needed:  # the same array as the embedding
         found -= {"lm_head.weight"}
-    lists = (("missing", needed - found), ("unexpected", found - needed))
-    wrong = "; ".join(f"{which}: {some(sorted(names))}" for which, names in lists if names)
+    wrong = differences(needed, found)
     if wrong:
         raise ValueError(f"parameters must be those of the model of this config; {wrong}")
