@@ -246,6 +246,8 @@ FUNCTIONS = {
             name: rng.normal(size=(*sizes.batch, sizes.keys, 1, 3))
             for name in ("selection_query", "selection_key")
         },
+        # The third token masks the second one for the fourth.
+        acts_late=frozenset({"selection_query", "selection_key"}),
         tuning={"key_tile": 5},
     ),
     "differential": Tiled(arguments=two_halves, normalized=False),

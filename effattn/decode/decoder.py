@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from effattn import dispatch
 from effattn.decode.state import check_init, check_state, new_lengths
 
 
@@ -123,6 +124,12 @@ class Decoder:
     def _extend(self, *args: Any, **per_token: Any) -> Any:
         """`extend` for `heads` (query, key, value), `state` and `lengths (B,)` int32."""
         raise NotImplementedError
+
+    def _check_runs_in_xla(self) -> None:
+        """Raises an error if the option `implementation` does not name XLA."""
+        name = f"decoding {self.function.__name__}"
+        implementation = self.options.get("implementation")
+        dispatch.choose(implementation, dispatch.Call(name, {"xla": lambda: None}))
 
     def _takes(self) -> Collection[str] | None:
         """Names of the options that decoding takes; None if the function checks its options."""

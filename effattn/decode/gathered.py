@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from effattn import dispatch, registry
+from effattn import registry
 from effattn.arrays import checks, mesh_axes
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention
@@ -76,8 +76,7 @@ class GatheredDecoder(Decoder):
         numbers = tiling.known_product(query.shape[:1]) * of_a_token
         name = self.function.__name__
         checks.known_length(f"decoding {name}", query)
-        implementation = self.options.get("implementation")
-        dispatch.choose(implementation, dispatch.Call(f"decoding {name}", {"xla": lambda: None}))
+        self._check_runs_in_xla()
         with jax.named_scope(name):
             out = _in_pieces(attend, tokens, _tokens_at_a_time(numbers, time))
         return out, new

@@ -59,6 +59,7 @@ class LearnedBlockDecoder(Decoder):
 
     def _extend(self, heads, state, lengths, selection_query, selection_key):
         checks.known_length("decoding learned_block_attention", heads[0])
+        self._check_runs_in_xla()
         size, top_k = self._read(state.key.shape[1])
         present = within(lengths, heads[0].shape[1])[..., None, None]
         query, key, value, selection_query, selection_key = (

@@ -45,6 +45,7 @@ class PathDecoder(Decoder):
         return PathState(key, value, sizes.length())
 
     def _extend(self, heads, state, lengths, reflection, beta):
+        self._check_runs_in_xla()
         query, key, value = heads
         new = append_to(state, lengths, value=value)
         out, lse, early = attend(

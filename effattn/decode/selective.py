@@ -56,6 +56,7 @@ class SelectiveDecoder(Decoder):
     def _extend(self, heads, state, lengths, selection_query, selection_key):
         query, key, value = heads
         checks.known_length("decoding selective_attention", query)
+        self._check_runs_in_xla()
         present = within(lengths, key.shape[1])
         own = query, key, value, selection_query, selection_key
         query, key, value, selection_query, selection_key = (

@@ -93,7 +93,7 @@ def attention_free(
     - AFT-simple: no `position_bias`, and w is 0. Time O(T D).
     - AFT-full: `position_bias` is two factors (u, c) with w_ts = u_t . c_s, as in the paper. Time
       O(T^2 D); no T x T array is stored. In packed documents, t and s count from the start of the
-      document; the call then adds one distance t - s at a time, in time O(T^2 (D + R)).
+      document.
     - AFT-local: as AFT-full, with `local_window_size`. Outside the window w is 0: far tokens count,
       without a bias. Time O(T W D).
     - AFT-conv: `position_bias` is an array of taps with w_ts = taps_(t - s) within
@@ -218,18 +218,16 @@ def biased_average(
 
     `packed` are the segment ids `(B, T)` and the starts of documents, bool `(B, T)`.
     """
-    time = key.shape[1]
-    if time == 0:
+    if key.shape[1] == 0:
         return value
-    if packed is None:
-        if window is None:
-            return _full(key, value, bias, is_causal)
-        return _local(key, value, valid, bias, int(window), is_causal)
-    if isinstance(bias, tuple):
+    if packed is not None and isinstance(bias, tuple):
         places = positions_from_segment_ids(packed[0])
         bias = tuple(jnp.take(factor, places, 0) for factor in bias)
-    window = time - 1 if window is None else int(window)
-    return _local(key, value, valid, bias, window, is_causal, *packed)
+    if window is not None:
+        return _local(key, value, valid, bias, int(window), is_causal, *(packed or ()))
+    if packed is None:
+        bias = tuple(factor[None] for factor in bias)
+    return _full(key, value, valid, bias, is_causal, *(packed or ()))
 
 
 def _running(key, value, valid=None, starts=None, initial=None):
@@ -242,68 +240,88 @@ def _both_sides(key, value, valid, starts):
     if starts is not None:
         ends = _ends(starts)
         after = _flipped(_beyond(_running(*_flipped((key, value, valid, ends))), 0))
-        kept = ~ends[..., None]
-        after = Sums(
-            jnp.where(kept, after.values, 0), jnp.where(kept, after.weights, 0), after.largest
-        )
-        return _running(key, value, valid, starts).plus(after)
+        return _running(key, value, valid, starts).plus(after.emptied(ends[..., None]))
     largest = lax.stop_gradient(key.max(1, keepdims=True, initial=-1e30))
     weight = jnp.exp(key - largest)
     return Sums((weight * value).sum(1, keepdims=True), weight.sum(1, keepdims=True), largest)
 
 
-def _full(key, value, factors, is_causal):
-    """AFT-full: one tile of queries at a time, by matrix products of exponentials."""
+def _full(key, value, valid, factors, is_causal, ids=None, starts=None):
+    """AFT-full: one tile of queries at a time, by matrix products of exponentials.
+
+    Factors are `(#B, T, R)`.
+    """
     time = key.shape[1]
     tile = min(_TILE, time)
     rest = -time % tile
-    row, column = (jnp.pad(factor, ((0, rest), (0, 0))) for factor in factors)
     lowest = dtypes.lowest(key.dtype)
-    key = jnp.pad(key, ((0, 0), (0, rest), (0, 0)), constant_values=lowest)
-    value = jnp.pad(value, ((0, 0), (0, rest), (0, 0)))
+    of_documents = None
+    if not is_causal:  # the largest keys, (B, #T, D)
+        of_documents = lax.stop_gradient(_both_sides(key, value, valid, starts).largest)
+    ids = jnp.ones((1, time), jnp.int32) if ids is None else ids
+
+    def padded(x, fill=0):
+        around = (0, 0), (0, rest), *[(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, around, constant_values=fill)
+
+    key, ids, value, row, column = padded(key, lowest), *map(padded, (ids, value, *factors))
+    if starts is not None and not is_causal:
+        of_documents = padded(of_documents)
     token = jnp.arange(time + rest)
 
     @jax.checkpoint
     def of_tile(first):
         """Returns the averages of one tile, `(B, C, D)`."""
-        of_rows = lax.dynamic_slice_in_dim(row, first, tile, 0)
-        seen = token < (first if is_causal else time)
-        sums = _product(jnp.where(seen[None], of_rows @ column.T, lowest), key, value, seen)
-        if is_causal:
-            parts = (lax.dynamic_slice_in_dim(x, first, tile, 1) for x in (key, value))
-            of_columns = lax.dynamic_slice_in_dim(column, first, tile, 0)
-            bias = jnp.where(jnp.tri(tile, dtype=bool), of_rows @ of_columns.T, lowest)
-            sums = sums.plus(_pairs(bias, *parts))
-        return sums.average()
+
+        def part(x):
+            """The tile of `(B, T, ...)`; an axis of 1 stays."""
+            return lax.dynamic_slice_in_dim(x, first, tile, 1) if x.shape[1] > 1 else x
+
+        def biases(column, allowed):
+            return jnp.where(allowed, of_rows @ jnp.swapaxes(column, 1, 2), lowest)
+
+        of_rows, own = part(row), part(ids)[..., None]
+        seen = own == ids[:, None]  # (#B, C, S)
+        if not is_causal:
+            largest = of_documents, part(of_documents)
+            return _product(biases(column, seen), key, value, *largest).average()
+        # The earlier tokens of the document of the first query.
+        seen &= (token < first)[None, None]
+        earlier = jnp.where(seen.any(1)[..., None], key, lowest)
+        of_earlier = earlier.max(1, keepdims=True)
+        of_earlier = lax.stop_gradient(jnp.maximum(of_earlier, _LOWEST))
+        sums = _product(biases(column, seen), earlier, value, of_earlier, of_earlier)
+        is_inside = jnp.tri(tile, dtype=bool)[None] & (own == part(ids)[:, None])
+        bias = biases(part(column), is_inside)
+        return sums.plus(_pairs(bias, part(key), part(value))).average()
 
     tiles = lax.map(of_tile, jnp.arange(0, time + rest, tile))
     return jnp.moveaxis(tiles, 0, 1).reshape(key.shape)[:, :time]
 
 
-def _product(bias, key, value, seen):
-    """Returns sums over the keys in `seen (S,)`; biases are `(C, S)`, -inf at other keys."""
-    key = jnp.where(seen[None, :, None], key, dtypes.lowest(key.dtype))
-    of_keys, of_rows = (
-        lax.stop_gradient(jnp.maximum(x.max(axis, keepdims=True), -1e30))
-        for x, axis in ((key, 1), (bias, 1))
-    )
+def _product(bias, key, value, of_keys, of_queries):
+    """Returns sums over the keys; biases are `(#B, C, S)`, -inf at other keys.
+
+    `of_keys (B, #S, D)` and `of_queries (B, #C, D)` are the largest keys of their documents.
+    """
+    of_rows = lax.stop_gradient(jnp.maximum(bias.max(-1, keepdims=True), _LOWEST))
     share, weight = jnp.exp(bias - of_rows), jnp.exp(key - of_keys)
     values, weights = share @ (weight * value), share @ weight
-    return Sums(values, weights, jnp.broadcast_to(of_rows[None] + of_keys, values.shape))
+    return Sums(values, weights, jnp.broadcast_to(of_rows + of_queries, values.shape))
 
 
 def _pairs(bias, key, value):
     """Returns sums by pairs `(B, C, C, D)`, with one largest exponent for each row and feature."""
-    exponent = bias[None, ..., None] + key[:, None]
-    largest = lax.stop_gradient(jnp.maximum(exponent.max(2), -1e30))
+    exponent = bias[..., None] + key[:, None]
+    largest = lax.stop_gradient(jnp.maximum(exponent.max(2), _LOWEST))
     weight = jnp.exp(exponent - largest[:, :, None])
     return Sums((weight * value[:, None]).sum(2), weight.sum(2), largest)
 
 
 def _local(key, value, valid, bias, window, is_causal, ids=None, starts=None):
-    """Sums outside the window, then adds one distance at a time; factors `(T, R)` or `(B, T, R)`.
+    """AFT-local and AFT-conv: sums outside the window, then adds one distance at a time.
 
-    AFT-local and AFT-conv, and AFT-full in packed documents.
+    Factors are `(T, R)`, or `(B, T, R)` in packed documents.
     """
     key, value, valid, bias = mesh_axes.vary_alike((key, value, valid, bias))
     time = key.shape[1]

@@ -21,6 +21,8 @@ class Case:
       masks: the mechanism's own bool arguments `(*B, T)` by name; each value is a function
         `length -> options`, which a call with the mask also passes.
       decays: names of own arguments that are logarithms of decays; at least float32 in every call.
+      acts_late: names of own arguments that act on the fourth token at the earliest in causal
+        calls. All others act on the third one.
       initial_state: `(rng, shapes) -> state`, random, from a pytree of `jax.ShapeDtypeStruct`.
         Default: uniform in [0.1, 1).
       state_and_segments: whether a bidirectional call takes a state and `segment_ids` together.
@@ -46,6 +48,7 @@ class Case:
         default_factory=dict
     )
     decays: frozenset[str] = frozenset()
+    acts_late: frozenset[str] = frozenset()
     initial_state: Callable[..., Any] | None = None
     state_and_segments: bool = True
     bidirectional_and_segments: bool = True

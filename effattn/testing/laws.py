@@ -163,8 +163,8 @@ def nothing_reaches_back(subject: Subject) -> None:
             assert np.abs(gradients[name][:, token:]).max() <= allowed(size)
             # The weight of a single key may be constant. A decay of the first token acts on
             # nothing, and an output may read the state as it was before its token, which the decay
-            # of that token has not changed. A selection acts on the fourth token at the earliest.
-            if token > 3 or name in ("value", "x"):
+            # of that token has not changed.
+            if token > 2 + (name in subject.case.acts_late) or name in ("value", "x"):
                 assert (gradients[name][:, :token] != 0).any()
 
     holds()

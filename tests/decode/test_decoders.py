@@ -53,6 +53,8 @@ MECHANISMS = {
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
 
+SELECTION = ("selection_query", "selection_key")
+
 # Mechanisms whose window, segment or projection is longer than a row may be.
 WIDE = {
     "window, wide": ("sliding_window", {"local_window_size": (2**30, 0)}),
@@ -296,6 +298,26 @@ def test_longformer_decodes_without_global_tokens():
     assert decoder == decoder_of("sliding_window", options)
     with pytest.raises(NotImplementedError, match="takes no global tokens, got global_mask"):
         decoder_of("longformer", {**options, "global_mask": jnp.ones((1, 8), bool)})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "arrays"),
+    [
+        ("path", {}, {"reflection": drawn(1, 4, 2, 8), "beta": drawn(1, 4, 2)}),
+        ("selective", {}, dict.fromkeys(SELECTION, drawn(1, 4, 1, 8))),
+        (
+            "learned_blocks",
+            {"block_size": 2, "top_k": 2},
+            dict.fromkeys(SELECTION, drawn(1, 4, 2, 8)),
+        ),
+    ],
+)
+def test_decoding_in_xla_alone_refuses_other_implementations(name, options, arrays):
+    decoder = decoder_of(name, {**options, "implementation": "llvm"})
+    x, of_token = drawn(1, 4, 2, 8), {name: array[:, :1] for name, array in arrays.items()}
+    state = decoder.init(1, 4, 2, 8, 8, jnp.float32, **of_token)
+    with pytest.raises(NotImplementedError, match="has no 'llvm' implementation"):
+        decoder.extend(x, x, x, state, **arrays)
 
 
 def test_a_ring_shows_score_mod_the_positions_of_the_whole_sequence():

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import effattn
+from effattn.analysis import cost
 from effattn.functional.rwkv4 import Sums
 from effattn.functional.s4 import hippo, low_rank_kernel
 from effattn.nn import (
@@ -118,6 +119,31 @@ def test_the_forms_of_aft_are_each_other_at_their_limits(is_causal):
     taps = np.zeros((2, 5 if is_causal else 9), np.float32)
     conv = run(local_window_size=4)(X, X, X, position_bias=taps)
     close(conv, simple)
+
+
+@pytest.mark.parametrize("factors", [None, tuple(X[..., :2])], ids=["simple", "full"])
+def test_aft_of_a_document_before_one_of_far_larger_keys(factors):
+    key, ids = X.copy(), np.repeat([[1, 2]], [5, 4], 1)
+    key[:, 5:] += 3000
+    run = compiled(effattn.attention_free, position_bias=factors)
+    both = run(X, key, X, segment_ids=np.repeat(ids, 2, 0))
+    alone = effattn.attention_free(X[:, :5], key[:, :5], X[:, :5], position_bias=factors)
+    close(both[:, :5], alone)
+
+
+def test_the_memory_of_the_gradient_of_packed_aft_full_is_linear():
+    def bytes_at(time):
+        shapes = jax.ShapeDtypeStruct((1, time, 8), jnp.float32)
+        factors = (jax.ShapeDtypeStruct((time, 3), jnp.float32),) * 2
+        ids = jax.ShapeDtypeStruct((1, time), jnp.int32)
+
+        def total(x, factors, ids):
+            return effattn.attention_free(x, x, x, position_bias=factors, segment_ids=ids).sum()
+
+        return cost.temporary_bytes(jax.jit(jax.grad(total)).trace(shapes, factors, ids))
+
+    lengths = 1024, 4096
+    assert cost.exponent(lengths, [bytes_at(time) for time in lengths]) <= 1.1
 
 
 @functools.cache
