@@ -181,7 +181,7 @@ registry.register(
         builder="effattn.nn.infini:InfiniSelfAttention",
         decoder="effattn.decode.infini:InfiniDecoder",
         options={"segment_size": 64},
-        complexity="O(N (S + H) H)",
+        complexity="O(N (L + H) H)",
         time_exponent=1.0,
     )
 )

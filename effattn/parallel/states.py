@@ -14,8 +14,8 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
     transition to every other device, whatever the length, in at least float32. It runs the
     recurrence twice: once for the state that its own tokens add, and once from the state before
     them. A transition is one number for each head, one for each feature of a key, or, for Mamba and
-    state spaces, one for each entry of the state; in the delta form it is a matrix F x F for each head, and
-    the recurrence runs once more for it.
+    state spaces, one for each entry of the state; in the delta form it is a matrix F x F for each
+    head, and the recurrence runs once more for it.
 
     Where the next state is no linear function of the state (LSTM, sLSTM, GRU, recurrent memory),
     each device waits for the state of the device before. This divides the memory and not the time,
