@@ -110,7 +110,7 @@ def infini_attention(
     if checks.is_pair(options.get("segment_ids"), (*batch, time)):
         raise ValueError(
             "segment_ids must be one array (*B, T), because each token is both query and key, got "
-            "a pair"
+            "a pair; pass the ids of the tokens once"
         )
     ids = None if given.segments is None else given.segments[0]
     if ids is None:

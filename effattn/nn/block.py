@@ -46,7 +46,7 @@ _WITH_VALUES = ("rwkv7",)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """Decode state of a layer whose feed-forward layer has one, too.
+    """Decode state of a layer whose feed-forward layer also has a decode state.
 
     Attributes:
       mixer: the state of the mixer.
@@ -226,7 +226,10 @@ class Block(Layer):
         segment_ids: jax.Array | None = None,
         rngs: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing, jax.Array | None]:
-        """Returns also the values of the first layer, which `values` are after that layer."""
+        """The results of `with_routing`, and the values of the first layer.
+
+        `values` are those of the first layer, for later layers; None in the first layer.
+        """
         mixer_key, keys = self._keys(rngs)
         padding = {"lengths": lengths, "segment_ids": segment_ids}
 
@@ -252,7 +255,7 @@ class Block(Layer):
     ) -> tuple[jax.Array, Routing, Keys]:
         """The results of `with_routing`, and the keys and values of a layer that shares them.
 
-        `keys` are those of an earlier layer, for a layer that has none.
+        `keys` are those of an earlier layer, for a layer without keys.
         """
         mixer_key, dropout_keys = self._keys(rngs)
         padding = {"lengths": lengths, "segment_ids": segment_ids}
@@ -268,7 +271,7 @@ class Block(Layer):
     ) -> tuple[jax.Array, Any]:
         """Applies the layer to T new tokens; `state` is that of `init_state`.
 
-        `keys` is the state of an earlier layer after these tokens, for a layer that has no keys.
+        `keys` is the state of an earlier layer after these tokens, for a layer without keys.
         """
         return self._extended(x, state, lengths, keys=keys)
 

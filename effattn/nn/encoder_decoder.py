@@ -178,7 +178,7 @@ class DecoderBlock(Layer):
         segment_ids: jax.Array | None = None,
         rngs: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing, jax.Array | None]:
-        """Returns also the values of the first layer, as `Block.with_values` does."""
+        """The results of `with_routing`, and the values of the first layer, as in `Block`."""
         mixer_key, keys = self._keys(rngs, 3)
         padding = {"lengths": lengths, "segment_ids": segment_ids}
 

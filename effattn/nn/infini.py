@@ -21,8 +21,8 @@ class InfiniSelfAttention(SelfAttention):
     within segments, and not those of the memory.
 
     Args:
-      **options: as in `SelfAttention`, and options of `effattn.infini_attention`, of which
-        `segment_size` is required.
+      **options: as in `SelfAttention`, and options of `effattn.infini_attention`; `segment_size` is
+        64 by default.
     """
 
     def __init__(self, in_features: int, num_heads: int, **options: SelfAttentionOptions):

@@ -79,7 +79,7 @@ class _Layer:
 
 
 def _filled(mixer: Any, arrays: Iterable[tuple[Any, np.ndarray]]) -> Any:
-    """The module after its parameters are replaced by arrays of the same number of entries."""
+    """The module, with its parameters replaced by arrays of the same sizes, in any shape."""
     for parameter, array in arrays:
         value = parameter[...]
         parameter[...] = jnp.asarray(array, value.dtype).reshape(value.shape)
@@ -238,8 +238,8 @@ def rwkv4_from_transformers(
 
         mixer = rwkv4_from_transformers(model.state_dict(), prefix="rwkv.blocks.0.attention.")
 
-    In evaluation, a model of transformers divides the weights of later layers by powers of 2
-    (`rescale_every`); load its state before it runs, or from a file.
+    In evaluation, a transformers model divides weights of later layers by powers of 2
+    (`rescale_every`). So pass its `state_dict()` before the first call, or the arrays of a file.
 
     Args:
       parameters: as in `mamba_from_transformers`.
@@ -339,8 +339,8 @@ def gated_delta_net_from_transformers(
             model.state_dict(), prefix="model.layers.0.linear_attn.",
             num_key_heads=model.config.linear_num_key_heads)
 
-    There, several value heads share the query and the key of a head, and have gates of their own.
-    Here, each value head has its own copy of the query and key projections.
+    In Qwen3-Next, several value heads share a query and a key, and have gates of their own. Here,
+    each value head has its own copy of the query and key projections.
 
     Args:
       parameters: as in `mamba_from_transformers`.
@@ -499,8 +499,8 @@ def latent_from_transformers(
       num_heads: `num_attention_heads` of the transformers config.
       head_dim: `qk_nope_head_dim` of the transformers config.
       rotary: the rotary embedding of the model; default `RotaryEmbedding()`.
-      scale: `attention.scaling` of the model, which differs from the default in models with a
-        YaRN `mscale_all_dim`; default one over the root of all features of a query head.
+      scale: `scaling` of the transformers layer, which differs from the default in models with a
+        YaRN `mscale_all_dim`; default 1 over the square root of the features of a query head.
       norm_epsilon: epsilon of the norms of the latents.
       prefix: the part of the names before `kv_b_proj.weight`.
       dtype: as in `mamba_from_transformers`.
@@ -588,9 +588,9 @@ def nystromformer_from_transformers(
             model.state_dict(), prefix="nystromformer.encoder.layer.0.attention.", num_heads=12)
 
     As in `longformer_from_transformers`, the mixer returns the update that the layer adds to its
-    input. Without padding, it agrees with a transformers layer whose `init_option` is "exact". The
-    default of transformers begins the inverse with the largest column sum of all heads and
-    examples; after the same 6 steps, both are close to the inverse.
+    input. Without padding, it agrees with a transformers layer whose `init_option` is "exact". By
+    default, transformers scales the start of the iterative inverse by the largest column sum of all
+    heads and examples, not of each one; after the same 6 steps, both are close to the inverse.
 
     Args:
       parameters: as in `mamba_from_transformers`.
@@ -649,8 +649,8 @@ def fnet_from_transformers(
 
         mixer = fnet_from_transformers(model.state_dict(), prefix="encoder.layer.0.fourier.")
 
-    The transform has no parameters: the loader reads only the size of the layer's norm. The mixer
-    returns the update that the layer adds to its input before the norm.
+    The transform has no parameters: the loader reads the number of features from the layer's norm.
+    The mixer returns the update that the layer adds to its input before the norm.
 
     Args:
       parameters: as in `mamba_from_transformers`.
@@ -689,9 +689,9 @@ def reformer_lsh_from_transformers(
             num_buckets=(64, 128))
 
     The mixer returns the update that the layer adds to its input; the norm before it is not loaded.
-    With one round and the same `rotations`, it agrees with a layer of transformers that looks at
-    one chunk before. With more rounds, the mixer divides each pair by how often it is met, as in
-    the paper, and transformers does not.
+    With one round and the same `rotations`, it agrees with a transformers layer whose chunks attend
+    to themselves and to one chunk before. With more rounds, the mixer counts each pair once, as in
+    the paper; transformers counts it in each round in which it occurs.
 
     Args:
       parameters: as in `mamba_from_transformers`.

@@ -26,7 +26,8 @@ class LearnedBlockSelfAttention(SelfAttention):
 
     Args:
       selection_features: Hs, features of p and r; default H.
-      **options: as in `SelfAttention`, and options of `effattn.learned_block_attention`.
+      **options: as in `SelfAttention`, and options of `effattn.learned_block_attention`; the
+        defaults are `block_size` 64 and `top_k` 3.
     """
 
     def __init__(
