@@ -21,7 +21,7 @@ from effattn.cores.folding import fold
 
 # Maximum pairs in a tile.
 _PAIRS = 256
-# Most scores that are found one after the other; more are found by sorting.
+# Largest number of scores that are found one after the other; more are found by sorting.
 _MAXIMA = 32
 # Maximum queries that gather their keys, as in decoding.
 _FEW = 8

@@ -1,8 +1,9 @@
 """Compressive memory of Infini-attention: sums of earlier segments that queries read.
 
-Tokens are read in tiles of at most a segment. Before a tile there are the memory of the segment
-that its first tokens continue, and the pending sum of that segment. A segment that is not the first
-one of its document follows a whole segment, so at most one such segment starts within a tile.
+Tokens are read in tiles of at most a segment. A tile starts with the memory that the segment of its
+first tokens reads, and with the sum of the tokens of that segment so far, which is pending. Each
+segment but the first one of a document follows a whole segment, so at most one such segment starts
+within a tile.
 """
 
 import functools
@@ -94,7 +95,7 @@ def read(
         return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, 0)
 
     def step(carry, tokens):
-        """Reads a tile."""
+        """Reads and adds a tile."""
         memory, number = carry
         query, key, value, (numbers, is_first, present) = tokens
         query, key = features(query), features(key)

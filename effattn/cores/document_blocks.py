@@ -1,4 +1,4 @@
-"""Packed documents moved into blocks of tokens, such that each document begins a block."""
+"""Packed documents moved into blocks of tokens, such that each long document begins a block."""
 
 import dataclasses
 import functools
@@ -24,8 +24,8 @@ class Blocks(NamedTuple):
 
     A block holds b tokens of one document, its *main* document, from a multiple of b on. A block
     that the last tokens of its main document do not fill may also hold whole documents of fewer
-    than b tokens. Two neighbours hold more than b tokens, so there are fewer than 2 T / b + 1
-    blocks.
+    than b tokens. Two neighbouring blocks together hold more than b tokens, so there are fewer than
+    2 T / b + 1 blocks.
 
     Attributes:
       token: int32 `(*B, n b)`, the token at each place; any token at empty places.

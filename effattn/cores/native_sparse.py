@@ -220,7 +220,7 @@ def _attend_window(settings: Settings, heads, offset, limits, options):
 
 
 def _attend_compressed_parts(settings: Settings, heads, positions, limit, length, options):
-    """`_attend_compressed`, without the later compressed blocks for each part of a sequence."""
+    """`_attend_compressed` in parts of a sequence, each without the later compressed blocks."""
     query, keys, values = heads
     if positions is not None:
         last = jnp.minimum(positions, limit - 1)

@@ -24,7 +24,7 @@ _PAIRS = 2**16
 def call(
     mechanism: str, query: jax.Array, key: jax.Array, value: jax.Array, *, is_whole: bool
 ) -> dispatch.Call:
-    """Description of a call of `attend`, for `dispatch.choose`; besides "llvm", "xla" exists.
+    """Description of a call of `attend`, for `dispatch.choose`, with the names "llvm" and "xla".
 
     `is_whole` says whether queries and keys are the same tokens.
     """

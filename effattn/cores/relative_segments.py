@@ -1,4 +1,4 @@
-"""Attention of segments to themselves and to tokens before them, by relative positions.
+"""Attention of segments to themselves and to tokens before them, with relative positions.
 
 A logit is the sum of two products, as in Transformer-XL: of a query with a bias u and a key, and of
 the query with a bias v and the key of the distance. Slots hold the keys of compressed tokens before
@@ -142,10 +142,10 @@ def attend(
 def reconstruction_errors(
     query: jax.Array, memory: Keys, slots: Keys, scale: float, sizes: Sizes, *, aligned: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """How well slots stand for the tokens that leave the memory after the query's segment.
+    """Errors of slots that stand for the tokens that leave the memory after the query's segment.
 
     These are the first L tokens of the memory. The error of a query is the mean squared difference
-    of its attention to the tokens and its attention to their slots, by contents alone.
+    between its attention to the tokens and its attention to their slots, without positions.
 
     Args:
       query: `(B, T, N, H)`.
@@ -272,7 +272,7 @@ def windows(x: jax.Array, number: int, step: int, width: int) -> jax.Array:
 def _shifted(logits: jax.Array) -> jax.Array:
     """Moves row r of `(..., Q, C)` to the left by Q - 1 - r columns; its end is then undefined.
 
-    This is the shift of Transformer-XL: of an array with one more column, rows of C columns.
+    This is the shift of Transformer-XL: one more column, and a new reading in rows of C columns.
     """
     *batch, rows, columns = logits.shape
     logits = jnp.pad(logits, (*[(0, 0)] * (len(batch) + 1), (1, 0)))

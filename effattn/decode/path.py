@@ -22,8 +22,8 @@ class PathState:
     """KV cache with keys and values at slots `[0, length)` of each row.
 
     Attributes:
-      key: `(B, S, K, H)`, S the capacity: keys after the transformations of all later tokens, at
-        least float32, since each token changes them.
+      key: `(B, S, K, H)`, S the capacity: keys after the transformations of all later tokens. At
+        least float32, because each token changes them.
       value: `(B, S, K, Hv)`.
       length: `(B,)` int32, tokens seen.
     """

@@ -46,10 +46,10 @@ def adaptive_span_attention(
         out_i = sum_j w_ij v_j / sum_j w_ij,   w_ij = m(i - j) exp(scale * q_i . k_j)
         m(x) = min(max((R + z - x) / R, 0), 1)
 
-    over the last S tokens, the own token included. m is 1 up to the span z and falls to 0 over the
-    next R tokens, so that z has a gradient. log m is added to the logits, after `score_mod`.
+    over the last M tokens, the token itself included. m is 1 up to the span z and falls to 0 over
+    the next R tokens, so that z has a gradient. log m is added to the logits, after `score_mod`.
 
-    Time O(T S (H + Hv)), memory O(T), forward and backward. With z of S or more this is a causal
+    Time O(T M (H + Hv)), memory O(T), forward and backward. With z of M or more this is a causal
     `effattn.sliding_window_attention`.
 
     Args:
@@ -57,8 +57,8 @@ def adaptive_span_attention(
       key: `(*B, S, K, H)`, N a multiple of K.
       value: `(*B, S, K, Hv)`.
       span: z, in tokens, of each query head, `(N,)`; 0 or more, checked if concrete.
-      max_span: S, last tokens that any token sees, its own included; 1 or more. It bounds the cost,
-        and cuts off spans with a ramp that are longer.
+      max_span: M, last tokens that any token sees, itself included; 1 or more. It bounds the cost,
+        and cuts off longer spans and ramps.
       ramp: R, tokens over which the mask falls from 1 to 0; above 0.
       **options: offset, padding, packing, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp,
         tiles and execution: see `effattn.options`.
@@ -103,7 +103,7 @@ registry.register(
         options={"max_span": 256, "ramp": 32.0},
         builder="effattn.nn.adaptive_span:AdaptiveSpanSelfAttention",
         decoder="effattn.decode.adaptive_span:AdaptiveSpanDecoder",
-        complexity="O(N S)",
+        complexity="O(N M)",
         time_exponent=1.0,
     )
 )

@@ -9,7 +9,7 @@ from effattn.naive import over_examples
 
 
 def naive(mixer, x):
-    """Tokens x `(T, D)`; a slot compresses c tokens, from the first one on."""
+    """Tokens x `(T, D)`; slot n compresses the tokens from c n to c n + c - 1."""
     rate = mixer.compression_rate
     runs = [x[first : first + rate] for first in range(0, len(x) - rate + 1, rate)]
     compress = {
@@ -17,7 +17,7 @@ def naive(mixer, x):
         "max": lambda run: run.max(0),
         "convolution": lambda run: jnp.einsum("cd,cde->e", run, mixer.kernel[...]),
     }[mixer.compression]
-    # The last slot is in no query's reach.
+    # No query reads the last slot.
     slots = jnp.stack([*map(compress, runs), jnp.zeros_like(x[0])])
     slots = jax.lax.stop_gradient(slots) if mixer.stop_gradient else slots
     return transformer_xl.naive(mixer, x, slots)
@@ -34,7 +34,7 @@ registry.register(
         capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
         reasons={"bidirectional": "its memory holds tokens before the segment"},
         builder="effattn.nn.compressive:CompressiveAttention",
-        complexity="O(N (S + M + C) D)",
+        complexity="O(N (L + M + C) D)",
         time_exponent=1.0,
         knows_order=True,
     )

@@ -110,7 +110,7 @@ def infini_attention(
     if checks.is_pair(options.get("segment_ids"), (*batch, time)):
         raise ValueError(
             "segment_ids must be one array (*B, T), because each token is both query and key, got "
-            "a pair"
+            "a pair; pass the ids of the tokens once"
         )
     ids = None if given.segments is None else given.segments[0]
     if ids is None:
@@ -181,7 +181,7 @@ registry.register(
         builder="effattn.nn.infini:InfiniSelfAttention",
         decoder="effattn.decode.infini:InfiniDecoder",
         options={"segment_size": 64},
-        complexity="O(N (S + H) H)",
+        complexity="O(N (L + H) H)",
         time_exponent=1.0,
     )
 )

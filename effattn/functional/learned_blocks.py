@@ -1,4 +1,4 @@
-"""Learned blocks: a selector chooses blocks of keys, and is trained straight through."""
+"""Learned blocks: a selector chooses blocks of keys, trained by a straight-through estimator."""
 
 import functools
 import math
@@ -73,8 +73,8 @@ def learned_block_attention(
 
     and a query attends, in one softmax, to its own block up to itself and to the top_k - 1 earlier
     blocks with the largest scores; equal scores go to the earlier block. The choice is hard. For
-    its gradient, the exponentials of a chosen block have the factor of a gate that is 1 in value
-    and has the gradient of a soft one (straight-through estimator, Bengio et al. 2013):
+    its gradient, a gate multiplies the exponentials of a chosen block. It is 1 in value and has the
+    gradient of a sigmoid (straight-through estimator, Bengio et al. 2013):
 
         g_in = exp(u - stop_gradient(u)),   u = sigmoid(s_in)
 

@@ -1,4 +1,4 @@
-"""Log-linear attention: gated linear attention whose memory has a state for each scale of time."""
+"""Log-linear attention: gated linear attention with a state for each level of distance."""
 
 from typing import Any, NamedTuple, Unpack
 
@@ -69,8 +69,8 @@ def log_linear_attention(
 
     The level l of a query and a key is 0 for t = s, and else the number of the highest bit in which
     their positions in the document differ, counted from 1. These levels are the buckets of a
-    Fenwick tree: level l has at most 2^(l - 1) tokens, and a state of its own. The last level has
-    all tokens that are further away, so the state keeps its size in sequences of any length.
+    Fenwick tree: level l has at most 2^(l - 1) tokens, and each level has its state. The last level
+    has all tokens that are further away, so the state keeps its size in sequences of any length.
 
     Always causal. Time is O(T (C (H + Hv) + L H Hv)) for chunks of C tokens and L levels, memory
     O(T (C + L H Hv / C)), the state L - 1 matrices H x Hv for each key head: with

@@ -1,4 +1,4 @@
-"""Long convolutions with learned taps, which a threshold and a moving average regularise."""
+"""Long convolution with learned taps, regularised by a threshold or a moving average."""
 
 from typing import Any, Unpack
 

@@ -36,7 +36,7 @@ def naive(state, query, key, value, *, step_size, log_decay, trapezoid, angle):
     cos, sin = jnp.cos(angle), jnp.sin(angle)
 
     def turned(x):
-        """Turns R pairs of the first axis."""
+        """Rotates R pairs of the first axis."""
         pairs = x[: 2 * angle.size].reshape(angle.size, 2, *x.shape[1:])
         turn = jnp.array([[cos, -sin], [sin, cos]])  # (2, 2, R)
         pairs = jnp.einsum("ijr,rj...->ri...", turn, pairs)
@@ -76,9 +76,9 @@ def trapezoidal_scan(
         h_t = a_t R_t h_(t-1) + (1 - l_t) dt_t a_t R_t B_(t-1) x_(t-1)^T + l_t dt_t B_t x_t^T
         out_t = h_t^T C_t;    a_t = exp(dt_t A_t)
 
-    R_t turns pairs of features by `angle`: each pair is a complex number whose decay has this
+    R_t rotates pairs of features by `angle`: each pair is a complex number whose decay has this
     phase. With l = 1 and no angle it is `state_space_duality` of Mamba-2. It runs as a linear
-    recurrence of turned queries and keys in which a token writes the key before it. Always causal.
+    recurrence of rotated queries and keys in which a token writes the key before it. Always causal.
     Time is O(T (c + F) P) for chunks of c tokens, memory O(T), state F x P + F + P numbers a head.
 
     Args:
@@ -89,7 +89,7 @@ def trapezoidal_scan(
       log_decay: dt A, `(*B, T, K)`, 0 or less, checked if concrete.
       trapezoid: l, `(*B, T, K)`, in [0, 1]: the share of the present token.
       angle: `(*B, T, K, R)`, in radians, dt times the imaginary part of A; features 2 r and 2 r + 1
-        are a pair. R is at most F / 2, and features after 2 R do not turn.
+        are a pair. R is at most F / 2, and features from 2 R on are not rotated.
       **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
 
     Returns:
@@ -109,7 +109,7 @@ def trapezoidal_scan(
     angle = checks.shaped("angle", angle, (*shape, pairs))
     if 2 * pairs > size:
         raise ValueError(
-            f"angle must turn at most {size // 2} pairs of the {size} features of a key, got "
+            f"angle must rotate at most {size // 2} pairs of the {size} features of a key, got "
             f"{pairs} angles"
         )
     first, tokens = _check_state(given), given.tokens
@@ -141,12 +141,12 @@ def trapezoidal_scan(
 
 
 def _written(query, arrays, first, mask, starts):
-    """The turned queries, what each token writes, and what the state needs of the last token."""
+    """The rotated queries, what each token writes, and what the state needs of the last token."""
     key, value, step_size, log_decay, trapezoid, angle = arrays
     angle, total = _running(angle)
     present = trapezoid * step_size
-    # A token writes the key before it, whose weight only this token tells; at the start of a
-    # document there is none.
+    # A token writes the key before it, whose weight depends on both tokens. The first token of a
+    # document writes none.
     weight = jnp.exp(log_decay) * (_before(present, -2) + (1 - trapezoid) * step_size)
     if starts is not None:
         weight = clear(weight, ~starts)
@@ -206,7 +206,7 @@ def _check_state(given):
 
 
 def _turned(x, angle):
-    """Turns the pairs `(..., 2 r)` and `(..., 2 r + 1)` of x `(..., F)` by angles `(..., R)`."""
+    """Rotates the pairs `(..., 2 r)` and `(..., 2 r + 1)` of x `(..., F)` by angles `(..., R)`."""
     count = 2 * angle.shape[-1]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = x[..., 0:count:2], x[..., 1:count:2]

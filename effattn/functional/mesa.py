@@ -1,4 +1,4 @@
-"""Mesa layer: the value of a query by least squares over all earlier tokens."""
+"""Mesa layer: the value of a query by least squares over all tokens so far."""
 
 import dataclasses
 from typing import Any, NamedTuple, Unpack
@@ -70,9 +70,9 @@ def mesa_attention(
 
     The equation is solved by `num_steps` steps of conjugate gradients, from zero, for all tokens
     together: a step is a linear attention with the search directions as queries, on the core of
-    linear recurrences. The gradient is that of the exact solution, by as many steps. In exact
-    arithmetic H steps suffice; fewer give an approximation, better the smaller the ratio of the
-    largest to the smallest eigenvalue of the matrix.
+    linear recurrences. The gradient is that of the exact solution, and takes as many steps. In
+    exact arithmetic H steps suffice. Fewer steps give an approximation, whose error grows with the
+    ratio of the largest to the smallest eigenvalue of the matrix.
 
     Always causal. Time is O(num_steps T H (H + C)) for chunks of C tokens, memory O(T).
 

@@ -53,7 +53,7 @@ def path_attention(
         H_t = I - beta_t w_t w_t^T
 
     With w_t of length 1, H_t is a reflection for beta_t = 2, a projection for 1, and the identity
-    for 0. Always causal. Strengths of 0 give `dot_product_attention`.
+    for 0. Always causal. With beta = 0 this is `dot_product_attention`.
 
     Time O(T^2 (H + Hv + H^2 / C)) for chunks of C tokens, memory O(T (C + H^2 / C)), forward and
     backward. Derivatives in forward mode and of any order work.
@@ -91,7 +91,7 @@ def attend(
 
     Returns:
       The output `(*B, T, N, Hv)`; the log-sum-exp `(*B, T, N)`, `dtypes.lowest` for empty rows; and
-      the queries times `scale`, carried to before the first token: `(*B, T, N, H)`.
+      the queries times `scale` and all transformations up to them, `(*B, T, N, H)`.
     """
     checks.known_length("path_attention", query, key)
     sequence_parts.refuse("path_attention")
@@ -155,7 +155,8 @@ registry.register(
     registry.Mechanism(
         name="path",
         family="exact",
-        paper="Yang et al. 2025, PaTH Attention: Position Encoding via Householder Transformations",
+        paper="Yang et al. 2025, PaTH Attention: Position Encoding via Accumulating Householder "
+        "Transformations",
         function=path_attention,
         capabilities=frozenset({"causal"}),
         reasons={"bidirectional": "the tokens from a key to a later query transform their logit"},

@@ -1,4 +1,4 @@
-"""Selective attention: tokens mask earlier tokens for all later ones."""
+"""Selective attention: a token can mask an earlier token for all later ones."""
 
 import dataclasses
 import functools
@@ -55,10 +55,10 @@ def selective_attention(
 ) -> Any:
     r"""Selective attention (Leviathan et al. 2024, "Selective Attention Improves Transformer").
 
-    Softmax attention in which token k lowers the weight of token j < k for all tokens after k:
+    Softmax attention in which token m lowers the weight of token j < m for all tokens after m:
 
         out_i = sum_(j <= i) softmax_j(scale * q_i . k_j - F_ij) v_j
-        F_ij = sum_(k < i) S_kj,   S_kj = max(scale * p_k . r_j, 0) for 0 < j < k, else 0
+        F_ij = sum_(m < i) S_mj,   S_mj = max(scale * p_m . r_j, 0) for 0 < j < m, else 0
 
     with queries p and keys r of the selection, in the paper those of one of the heads. All heads
     have the same F. A token does not mask itself, and no token masks the first token of its

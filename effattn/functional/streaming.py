@@ -47,7 +47,7 @@ def streaming_attention(
 ) -> Any:
     r"""Streaming attention (Xiao et al. 2023, "Efficient Streaming Language Models", StreamingLLM).
 
-    Causal softmax attention of each token to the last w tokens, its own included, and to the first
+    Causal softmax attention of each token to the last w tokens, itself included, and to the first
     s tokens of its document, the attention sinks:
 
         out_i = sum_j softmax_j(scale * q_ij . k_j) v_j    over j <= i with j > i - w or j < s
@@ -63,10 +63,10 @@ def streaming_attention(
       key: `(*B, T, K, H)`, N a multiple of K.
       value: `(*B, T, K, Hv)`.
       num_sinks: s, first tokens of a document that all its later tokens see; 0 or more.
-      window_size: w, last tokens that a token sees, its own included; 1 or more.
+      window_size: w, last tokens that a token sees, itself included; 1 or more.
       sink_query: query for the sinks outside the window, in the shape of `query`; default `query`.
       **options: padding, packing, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp, tiles
-        and execution: see `effattn.options`. `sink` is a learned logit, and no token. `tile`
+        and execution: see `effattn.options`. `sink` is a learned logit, not a token. `tile`
         applies to the window.
 
     Returns:

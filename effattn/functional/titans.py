@@ -1,4 +1,4 @@
-"""Titans' neural memory: a linear memory that learns with momentum, and forgets."""
+"""Titans' neural memory: a linear memory, trained by gradient descent with momentum and decay."""
 
 from typing import Any, NamedTuple, Unpack
 
@@ -23,7 +23,7 @@ class TitansState(NamedTuple):
     Attributes:
       now: `(*B, K, H, Hv)`, the memory M.
       start: `(*B, K, H, Hv)`, the memory before the mini-batch of the last token.
-      velocity: `(*B, K, H, Hv)`, the momentary surprise with momentum, S.
+      velocity: `(*B, K, H, Hv)`, the sum S of steps with momentum.
       position: `(*B, K)`, number of tokens read, a whole number in floating point.
     """
 
@@ -69,8 +69,8 @@ def titans_memory(
     M' is the memory before the mini-batch of the token. Mini-batches are `mini_batch_size` tokens
     long, counted from the start of the document. The paper's forget gate alpha is
     1 - exp(log_decay). This is the linear memory, a matrix that starts at zero; deep memories, and
-    the paper's combinations with attention, are not covered. Mini-batches of one token without
-    momentum are the delta rule.
+    the paper's combinations with attention, are not covered. With mini-batches of one token, no
+    momentum and no decay, this is the delta rule.
 
     Always causal. Time is O(T H Hv), in T / `mini_batch_size` steps, memory
     O(T H Hv / `mini_batch_size`). Derivatives in forward mode and of any order work.

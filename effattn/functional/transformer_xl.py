@@ -64,7 +64,7 @@ registry.register(
         capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
         reasons={"bidirectional": "its memory holds tokens before the segment"},
         builder="effattn.nn.transformer_xl:TransformerXLAttention",
-        complexity="O(N (S + M) D)",
+        complexity="O(N (L + M) D)",
         time_exponent=1.0,
         knows_order=True,
     )

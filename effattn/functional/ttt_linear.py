@@ -99,13 +99,13 @@ def ttt_linear_attention(
 ) -> Any:
     r"""TTT-Linear (Sun et al. 2024, "Learning to (Learn at Test Time)").
 
-    The state is a linear model with a layer norm, which learns to give the value of each key:
+    The state is a linear model with a layer norm, which learns to map each key to its value:
 
         f(x; W, b) = norm_scale * (z - mean(z)) / std(z) + norm_bias,    z = x W + b
         W_t = W_(t-1) - rate_t d/dW |f(k_t; W', b') - v_t|^2 / 2,    and so b_t
         out_t = f(q_t; W_t, b_t)
 
-    W' and b' are those before the mini-batch of the token. Mini-batches are `mini_batch_size`
+    W' and b' are W and b before the mini-batch of the token. Mini-batches are `mini_batch_size`
     tokens long, counted from the start of the document. The gradients of a mini-batch are
     independent, and their sums are products of matrices (the dual form). W_0 and b_0 are
     `initial_weights` and `initial_bias`. The paper's model f also adds x: pass v - k as value, and

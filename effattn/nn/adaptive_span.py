@@ -16,17 +16,17 @@ from effattn.nn.self_attention import SelfAttention
 class AdaptiveSpanSelfAttention(SelfAttention):
     """Mixer with learned attention spans (Sukhbaatar et al. 2019, "Adaptive Attention Span").
 
-        q, k, v = x Wq, x Wk, x Wv;   z = S sigmoid(p)
+        q, k, v = x Wq, x Wk, x Wv;   z = M sigmoid(p)
         y = adaptive_span_attention(q, k, v, span=z) Wo
 
     p, `(N,)`, is learned, one number for each query head. Add `penalty`, times a weight, to the
     loss: heads that gain nothing from far tokens then learn short spans. The time is that of the
-    longest allowed span S. After training, a layer with a smaller `max_span` S' that no span
-    exceeds, ramp included, computes the same in less time, with p' such that S' sigmoid(p') = z.
+    longest allowed span M. After training, a layer with a smaller `max_span` M' that no span
+    exceeds, ramp included, computes the same in less time, with p' such that M' sigmoid(p') = z.
 
     Args:
-      max_span: S, largest span, in tokens.
-      initial_span: z at the start, in tokens, between 0 and S; default S / 8.
+      max_span: M, largest span, in tokens.
+      initial_span: z at the start, in tokens, between 0 and M; default M / 8.
       **options: as in `SelfAttention`, and options of `effattn.adaptive_span_attention`.
     """
 

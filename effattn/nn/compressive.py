@@ -30,7 +30,7 @@ class CompressiveState:
     Attributes:
       tokens: keys and values of the last L + M - 1 tokens.
       slots: keys and values of the last slots.
-      inputs: `(B, c - 1, D)`, the last tokens, of which the next slot is made.
+      inputs: `(B, c - 1, D)`, the last tokens, for the next slot.
     """
 
     tokens: RingState
@@ -52,8 +52,8 @@ class CompressiveAttention(TransformerXLAttention):
         slot = mean or max of c tokens, or sum_(i < c) x_i K_i with learned matrices K
 
     A token attends, in one softmax, to its segment up to itself, to the memory and to the last C
-    slots. The distance of a slot is the number of places before the token in the sequence of slots,
-    memory and segment. Time is O(T (L + M + C) D), and decode state O((L + M + C) D).
+    slots. The distance of a slot is its number of places before the token in the sequence of slots,
+    memory and segment. Time is O(T (L + M + C) D), and the decode state O((L + M + C) D).
 
     Args:
       in_features: D, number of features per token.
@@ -212,9 +212,9 @@ class CompressiveAttention(TransformerXLAttention):
         """The loss of the compression: how well slots stand for the tokens that they compress.
 
         After a segment, the first L tokens of the memory become slots. The loss is the mean squared
-        difference of the attention of the segment to these tokens and to their slots, by contents
-        alone, averaged over the valid tokens of segments with such tokens. The convolution alone
-        has a gradient.
+        difference between the segment's attention to these tokens and to their slots, without
+        positions, averaged over the valid tokens of segments with such tokens. Only the
+        convolution has a gradient.
 
         Args:
           x: `(B, T, D)`.

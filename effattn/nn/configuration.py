@@ -62,7 +62,7 @@ class TransformerConfig:
         (see `FeedForward`); or a channel mixing, which also reads the token before each token:
         "rwkv4", "rwkv6" or "rwkv7" (see `RWKV4ChannelMix`, `RWKV6ChannelMix`, `RWKV7ChannelMix`).
       hidden_features: hidden size of the feed-forward layer; default 8/3 D, rounded up to a
-        multiple of 8, with a gate, that of the channel mixing, and else 4 D.
+        multiple of 8, with a gate, for channel mixings the default of their class, and else 4 D.
       experts: `Experts`, for a `MixtureOfExperts` of such feed-forward layers in place of one; a
         tuple of L entries, one for each layer, with None for a single feed-forward layer; or None.
       norm: normalisation before each sublayer and at the end, "rms" or "layer", with scale (and
@@ -80,14 +80,13 @@ class TransformerConfig:
         model passes to the mixer. Some mechanisms have options that depend on the layer: "dilated"
         uses wider steps in later layers. If an option holds parameters or modules, each layer of
         the model trains a separate copy.
-      keys_from: the layer whose keys and values each layer reads, L indices from 0, where its own
-        index stands for its own keys and values; None for those of each layer. A layer may read
-        those of an earlier layer that reads its own. Cross-layer attention (Brandon et al. 2024,
-        "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention") in groups of two
-        is (0, 0, 2, 2, ...). YOCO (Sun et al. 2024, "You Only Cache Once") is
-        `tuple(min(n, L // 2) for n in range(L))` with an efficient mixer in the first half of the
-        layers. The mechanisms of layers that share are those of `SharedKeysAttention`, and the
-        decode state holds shared keys and values once.
+      keys_from: for each of the L layers, the index of the layer whose keys and values it reads:
+        its own index, or that of an earlier layer that reads its own. With None, each layer reads
+        its own. Cross-layer attention (Brandon et al. 2024, "Reducing Transformer Key-Value Cache
+        Size with Cross-Layer Attention") in groups of two is (0, 0, 2, 2, ...). YOCO (Sun et al.
+        2024, "You Only Cache Once") is `tuple(min(n, L // 2) for n in range(L))` with an efficient
+        mixer in the first half of the layers. Layers that share must have a mechanism that
+        `SharedKeysAttention` takes, and the decode state holds shared keys and values once.
       positions: "rotary" (in mixers that take a rotary embedding and do not encode token order
         otherwise), a `RotaryEmbedding` in such mixers, "learned" (one vector per position, added to
         the token embeddings), "sinusoidal" (fixed vectors, added to the embeddings times sqrt(D)),

@@ -1,4 +1,4 @@
-"""Infini-attention mixer: the gates of the heads, and rotary embedding within segments alone."""
+"""Mixer with Infini-attention."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ from effattn.nn.self_attention import SelfAttention
 
 
 class InfiniSelfAttention(SelfAttention):
-    """Mixer with Infini-attention (Munkhdalai et al. 2024).
+    """Mixer with Infini-attention (Munkhdalai et al. 2024, "Leave No Context Behind").
 
         q, k, v = x Wq, x Wk, x Wv;   y = infini_attention(q, k, v, gate) Wo
 
-    The gate is a learned number for each head, zero at the start: half of an output is from the
-    memory. The rotary embedding rotates queries and keys of the attention within segments, and not
-    those of the memory.
+    The gate is a learned number for each head. It starts at zero, so that both attentions have
+    equal shares of the output. The rotary embedding rotates queries and keys of the attention
+    within segments, and not those of the memory.
 
     Args:
-      **options: as in `SelfAttention`, and options of `effattn.infini_attention`, of which
-        `segment_size` is required.
+      **options: as in `SelfAttention`, and options of `effattn.infini_attention`; `segment_size` is
+        64 by default.
     """
 
     def __init__(self, in_features: int, num_heads: int, **options: SelfAttentionOptions):

@@ -21,12 +21,13 @@ class LearnedBlockSelfAttention(SelfAttention):
         y = learned_block_attention(q, k, v, selection_query=p, selection_key=r) Wo
 
     Each key head has its own p and r. The selector is trained with the model, by the
-    straight-through estimator of `effattn.learned_block_attention`. Or it is trained by policy
-    gradient: `sample` draws blocks and returns the log-probabilities for `policy_loss`.
+    straight-through estimator of `effattn.learned_block_attention`, or by policy gradient: `sample`
+    draws blocks and returns the log-probabilities for `policy_loss`.
 
     Args:
       selection_features: Hs, features of p and r; default H.
-      **options: as in `SelfAttention`, and options of `effattn.learned_block_attention`.
+      **options: as in `SelfAttention`, and options of `effattn.learned_block_attention`; the
+        defaults are `block_size` 64 and `top_k` 3.
     """
 
     def __init__(

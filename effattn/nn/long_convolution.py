@@ -27,8 +27,8 @@ class LongConvolution(CachedMixer):
 
     The taps K `(max_length, D)` are parameters; with `is_causal=False` there are two filters. They
     start as normal numbers times 0.02 exp(-t / max_length (D / 2)^(i / D)) for feature i, so that
-    filters reach from all tokens to few of them. The decode state caches the inputs; a step costs
-    O(S D).
+    some filters reach over all tokens and others over few. The decode state caches the inputs; a
+    step costs O(S D).
 
     Args:
       max_length: maximum number of tokens per row, the number of taps.

@@ -26,14 +26,14 @@ class Mamba3(FunctionMixer):
 
     The layer has the trapezoidal rule, the complex state by rotation, and normalised B and C with a
     bias of each head that starts at 1. It has no short convolution, as in the paper, and one input
-    and one output for each head: the paper's variant of several (MIMO) is not covered.
+    and one output for each head: the paper's variant with several (MIMO) is not covered.
 
     Args:
       num_heads: N, number of heads of x; each head has separate dt, A and l.
       head_dim: P, head dimension; default 2 D / N, which gives x 2 D features.
       state_size: F, state size, the size of B and C.
-      num_angles: R, number of pairs of features of B and C that turn, at most F / 2; default F / 4.
-        All heads have the same theta.
+      num_angles: R, number of pairs of features of B and C that are rotated, at most F / 2; default
+        F / 4. All heads have the same theta.
       num_kv_heads: number of B and C groups; N / num_kv_heads heads share a group. Default 1.
       **options: see `effattn.nn.options.Recurrent`.
     """

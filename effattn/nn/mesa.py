@@ -19,7 +19,7 @@ class MesaNet(DeltaRule):
         y = norm(mesa_attention(q / |q|, k / |k|, v, beta, log alpha, regulariser)) Wo
 
     The regulariser is 0.25 + softplus of a learned vector for each key head, and starts at 1. The
-    forget gates start near 1, with ba from 3 to 6.
+    forget gates start near 1: the biases ba of the heads start from 3 to 6.
 
     Args:
       num_steps: conjugate-gradient steps.

@@ -35,8 +35,8 @@ class RecurrentMemoryAttention(CausalMixer):
         y_t = softmax(q_t . [k of the segment up to t, m W_k]) [v, m W_v] W_o
         read = attention(m W_r, k, v) W_o;   m' = GRU(m, read)
 
-    The initial memory is learned. Segments of a packed document count from its start, and its
-    memory begins anew. Time is O(T (S + M) D), memory O(T D), decode state O((S + M) D).
+    The initial memory is learned. Segments of a packed document count from its start, and it starts
+    with the initial memory. Time is O(T (S + M) D), memory O(T D), decode state O((S + M) D).
 
     Args:
       in_features: D, number of features per token and per slot.
@@ -159,7 +159,7 @@ class RecurrentMemoryAttention(CausalMixer):
 
         @jax.checkpoint
         def segment(memory, inputs):
-            """Other documents than the main one of a segment are whole, and keep no memory."""
+            """Documents of a segment besides the main one are whole, and leave no memory."""
             tokens, ids, is_main, places, begins = inputs
             memory = jnp.where(begins[:, None, None], first, memory)
             query, key = (self._turned(p(tokens), places) for p in (self.query, self.key))

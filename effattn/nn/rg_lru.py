@@ -33,8 +33,8 @@ class RGLRU(RecurrentMixer):
       head_dim: size of a block; the recurrence has N times `head_dim` features. Default D / N. The
         paper has 4 D / 3 features.
       convolution_width: width of the short convolution, in tokens.
-      first_in_full: whether the first token of each document enters the state in full, without the
-        factor sqrt(1 - a_t^2) of `effattn.rg_lru`, as in RecurrentGemma.
+      first_in_full: whether the first token of each document enters the state without the factor
+        sqrt(1 - a_t^2) of `effattn.rg_lru`, as in RecurrentGemma.
       **options: see `effattn.nn.options.Projected`.
     """
 

@@ -15,8 +15,8 @@ class SelectiveSelfAttention(SelfAttention):
         q, k, v = rotary(x Wq), rotary(x Wk), x Wv;   p, r = q, k of the first head
         y = selective_attention(q, k, v, selection_query=p, selection_key=r) Wo
 
-    It has no parameters more than `SelfAttention`. The decode state is a KV cache with the keys of
-    the selection and a number for each key, by how much later tokens mask it.
+    It has the parameters of `SelfAttention` and no others. The decode state is a KV cache with the
+    keys of the selection, and for each key a number: by how much later tokens mask it.
 
     Args:
       **options: as in `SelfAttention`, and options of `effattn.selective_attention`.

@@ -22,14 +22,15 @@ _DECODER = "effattn.decode.contiguous:ContiguousDecoder"
 
 
 class SharedKeysAttention(SelfAttention):
-    """Self-attention that shares keys and values with other layers, or reads those of another one.
+    """Self-attention that shares its keys and values with other layers, or reads those of another.
 
         q = rotary(x Wq);   y = attention(q, k, v) Wo
         k, v = rotary(x Wk), x Wv    with `has_keys`, else those of another layer
 
-    Models make it for the layers of `TransformerConfig.keys_from`. The decode state of a layer with
-    keys is a KV cache, and a layer without keys reads that cache. The mechanism must have a cache
-    of all tokens and no parameters of its own, such as "softmax".
+    Models make this mixer for layers that share by `TransformerConfig.keys_from`. The decode state
+    of a layer with keys is a KV cache, and a layer without keys reads that cache. The mechanism
+    must have a cache of all tokens and no parameters of its own: "softmax", "sigmoid",
+    "squared_relu", "stick_breaking" or "entmax".
 
     Args:
       has_keys: whether the layer projects keys and values.

@@ -17,11 +17,11 @@ class TitansMemory(GatedOutput, DeltaRule):
         log_decay = log sigmoid(x Wa + ba)
         y = (silu(x Wg) * norm(titans_memory(q / |q|, k / |k|, v, ...))) Wo
 
-    The rates keep the steps of a mini-batch bounded. The biases of the decays start from 3 to 6, so
-    that heads start with shorter and longer memories.
+    These rates keep the memory bounded. The biases ba of the heads start from 3 to 6, so that heads
+    start with shorter and longer memories.
 
     Args:
-      mini_batch_size: tokens in a mini-batch of the inner descent.
+      mini_batch_size: tokens in a mini-batch.
       convolution_width: as in `DeltaNet`.
       **options: as in `DeltaNet` (`use_bias` is also for Wg), and options of
         `effattn.titans_memory`.

@@ -23,7 +23,7 @@ from effattn.nn.sinusoidal import sinusoidal_positions
 
 
 class TransformerXLAttention(CausalMixer):
-    """Causal attention within segments and to the tokens before them, by relative positions.
+    """Causal attention within segments and to the tokens before them, with relative positions.
 
     Dai et al. 2019, "Transformer-XL: Attentive Language Models beyond a Fixed-Length Context". A
     sequence is split into segments of L tokens. A token attends, in one softmax, to the tokens of
@@ -31,8 +31,8 @@ class TransformerXLAttention(CausalMixer):
 
         logit_tj = ((q_t + u) . k_j + (q_t + v) . W_r r_(t - j)) / sqrt(H)
 
-    r_d is the sinusoidal vector of the distance d, and u and v are learned, one of each for each
-    head. Time is O(T (L + M) D), memory O(T D (L + M) / L) and O(N L (L + M)) for one segment, and
+    r_d is the sinusoidal vector of the distance d, and u and v are learned vectors of each head.
+    Time is O(T (L + M) D), memory O(T D (L + M) / L) and O(N L (L + M)) for one segment, and the
     decode state O((L + M) D).
 
     Args:

@@ -14,8 +14,8 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
     transition to every other device, whatever the length, in at least float32. It runs the
     recurrence twice: once for the state that its own tokens add, and once from the state before
     them. A transition is one number for each head, one for each feature of a key, or, for Mamba and
-    S4D, one for each entry of the state; in the delta form it is a matrix F x F for each head, and
-    the recurrence runs once more for it.
+    state spaces, one for each entry of the state; in the delta form it is a matrix F x F for each
+    head, and the recurrence runs once more for it.
 
     Where the next state is no linear function of the state (LSTM, sLSTM, GRU, recurrent memory),
     each device waits for the state of the device before. This divides the memory and not the time,
@@ -28,18 +28,18 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
     Args:
       function: a causal recurrence of effattn: `linear_attention`, `attention_free` and `s5_scan`
         with `is_causal=True`, `retention`, `gated_linear_attention`, `state_space_duality`,
-        `selective_scan`, `delta_rule_attention`, `mlstm_attention`, `mesa_attention`,
-        `rwkv4_mixing`, `rg_lru`, `gated_slot_attention`, `rwkv6_attention`, `rwkv7_attention`,
-        `s4_convolution`, `h3_mixing` or `trapezoidal_scan`; `functools.partial` of one; or a mixer
+        `selective_scan`, `trapezoidal_scan`, `delta_rule_attention`, `mesa_attention`,
+        `mlstm_attention`, `rwkv4_mixing`, `rg_lru`, `gated_slot_attention`, `rwkv6_attention`,
+        `rwkv7_attention`, `s4_convolution` or `h3_mixing`; `functools.partial` of one; or a mixer
         of one from `effattn.nn`. An `initial_state` is that before the whole sequence, equal on all
         devices; the returned state is that after it. `segment_ids` are those of this device's
         tokens; documents may cross devices. Mixers with short convolutions or a token shift, and
         `nn.ShortConvolution`, `nn.DilatedConvolution` and the channel mixings of RWKV themselves,
         get the last tokens of the device before: as many as the convolution reaches back, or one.
         `nn.LSTM`, `nn.SLSTM` and `nn.GRU` may also read both directions. Each device must have
-        whole segments of `nn.RecurrentMemoryAttention` and `nn.TransformerXLAttention`, and at
-        least the memory of the latter; `nn.CompressiveAttention` also needs the tokens of all slots
-        that a segment reads.
+        whole segments of `nn.RecurrentMemoryAttention`, `nn.TransformerXLAttention` and
+        `nn.CompressiveAttention`, and at least the tokens that a segment of the last two reads
+        before it, also in slots.
       axis_name: the mesh axis that divides the tokens.
 
     Returns:

@@ -97,7 +97,7 @@ def descend(
         key = -x.rate[:, None] * x.key
 
         def after(t, weights, errors):
-            """M or S after token t: what is left of those before the chunk, and the steps."""
+            """Two terms of M or S after token t: from before the chunk, and by its steps."""
             old = now * weights.now[t]
             if velocity is not None:
                 old += velocity * weights.velocity[t]

@@ -1,11 +1,11 @@
 """Softmax attention along paths of Householder-like transformations, in XLA.
 
 The logit of query i and key j is q_i^T H_i H_(i-1) ... H_(j+1) k_j, H_t = I - beta_t w_t w_t^T.
-Tokens are cut into tiles of C. Within a tile, products of transformations are one unit triangular
-system (the UT transform). The keys of a tile are carried to the end of their tile, and the queries
-to the start of theirs. From there a query passes the earlier tiles one by one, from the nearest to
-the first, and each tile multiplies it by the product of its transformations (Yang et al. 2025,
-"PaTH Attention").
+Tokens are cut into tiles of C. Within a tile, products of transformations come from one unit
+triangular system (the UT transform). The keys of a tile are transformed to the end of their tile,
+and the queries to the start of theirs. A query then reads the earlier tiles one by one, from the
+nearest to the first, and each tile multiplies it by the product of its transformations (Yang et al.
+2025, "PaTH Attention").
 
 Time is O(T^2 (H + Hv + H^2 / C)), memory O(T (C + H^2 / C)), forward and backward: the backward
 pass computes the tiles again, by `jax.checkpoint`.
@@ -243,7 +243,7 @@ def _none(query, value) -> _Rows:
 
 
 def _added(dot, rows: _Rows, query, logits, allowed, value) -> _Rows:
-    """Rows that have also read the keys of `logits (G, C, C)`, and the queries from there on."""
+    """Rows that have also read the keys of `logits (G, C, C)`, with `query` for earlier tiles."""
     lowest = _lowest(logits)
     allowed = allowed[None]
     largest = jnp.maximum(rows.largest, jnp.where(allowed, logits, lowest).max(-1))
@@ -260,7 +260,7 @@ def _added(dot, rows: _Rows, query, logits, allowed, value) -> _Rows:
 
 
 def _over_earlier_tiles(dot, rows: _Rows, query_ids, keys: _Keys) -> _Rows:
-    """Lets rows `(M, ...)` that have read the keys of their own tiles read the earlier tiles."""
+    """Rows `(M, ...)` that have read their own tiles, after reading the earlier tiles."""
     tiles = len(query_ids)
     backwards = jax.tree.map(lambda x: x[::-1], keys)
 

@@ -103,7 +103,7 @@ def test_groups_of_B_and_C_are_shared_by_their_heads():
     [
         (
             lambda: effattn.trapezoidal_scan(C, B, X, **NUMBERS, angle=np.ones((*HEAD, 3))),
-            "angle must turn at most 2 pairs of the 4 features of a key, got 3 angles",
+            "angle must rotate at most 2 pairs of the 4 features of a key, got 3 angles",
         ),
         (
             lambda: effattn.trapezoidal_scan(C, B, X, **NUMBERS, angle=np.float32(1)),

@@ -14,8 +14,8 @@ def fnet_from_transformers(
 
         mixer = fnet_from_transformers(model.state_dict(), prefix="encoder.layer.0.fourier.")
 
-    The transform has no parameters: the loader reads only the size of the layer's norm. The mixer
-    returns the update that the layer adds to its input before the norm.
+    The transform has no parameters: the loader reads the number of features from the layer's norm.
+    The mixer returns the update that the layer adds to its input before the norm.
 
     Args:
       parameters: as in `mamba_from_transformers`.

@@ -25,8 +25,8 @@ def gated_delta_net_from_transformers(
             model.state_dict(), prefix="model.layers.0.linear_attn.",
             num_key_heads=model.config.linear_num_key_heads)
 
-    There, several value heads share the query and the key of a head, and have gates of their own.
-    Here, each value head has its own copy of the query and key projections.
+    In Qwen3-Next, several value heads share a query and a key, and have gates of their own. Here,
+    each value head has its own copy of the query and key projections.
 
     Args:
       parameters: as in `mamba_from_transformers`.

@@ -37,8 +37,8 @@ def latent_from_transformers(
       num_heads: `num_attention_heads` of the transformers config.
       head_dim: `qk_nope_head_dim` of the transformers config.
       rotary: the rotary embedding of the model; default `RotaryEmbedding()`.
-      scale: `attention.scaling` of the model, which differs from the default in models with a
-        YaRN `mscale_all_dim`; default one over the root of all features of a query head.
+      scale: `scaling` of the transformers layer, which differs from the default in models with a
+        YaRN `mscale_all_dim`; default 1 over the square root of the features of a query head.
       norm_epsilon: epsilon of the norms of the latents.
       prefix: the part of the names before `kv_b_proj.weight`.
       **dtypes: see `effattn.nn.options.Dtypes`.

@@ -93,7 +93,7 @@ class Layer:
 
 
 def filled(mixer: Any, arrays: Iterable[tuple[Any, np.ndarray]]) -> Any:
-    """The module after its parameters are replaced by arrays of the same number of entries."""
+    """The module, with its parameters replaced by arrays of the same sizes, in any shape."""
     for parameter, array in arrays:
         value = parameter[...]
         parameter[...] = jnp.asarray(array, value.dtype).reshape(value.shape)

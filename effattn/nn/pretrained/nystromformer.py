@@ -27,9 +27,9 @@ def nystromformer_from_transformers(
             model.state_dict(), prefix="nystromformer.encoder.layer.0.attention.", num_heads=12)
 
     As in `longformer_from_transformers`, the mixer returns the update that the layer adds to its
-    input. Without padding, it agrees with a transformers layer whose `init_option` is "exact". The
-    default of transformers begins the inverse with the largest column sum of all heads and
-    examples; after the same 6 steps, both are close to the inverse.
+    input. Without padding, it agrees with a transformers layer whose `init_option` is "exact". By
+    default, transformers scales the start of the iterative inverse by the largest column sum of all
+    heads and examples, not of each one; after the same 6 steps, both are close to the inverse.
 
     Args:
       parameters: as in `mamba_from_transformers`.

@@ -22,8 +22,8 @@ def rwkv4_from_transformers(
 
         mixer = rwkv4_from_transformers(model.state_dict(), prefix="rwkv.blocks.0.attention.")
 
-    In evaluation, a model of transformers divides the weights of later layers by powers of 2
-    (`rescale_every`); load its state before it runs, or from a file.
+    In evaluation, a transformers model divides weights of later layers by powers of 2
+    (`rescale_every`). So pass its `state_dict()` before the first call, or the arrays of a file.
 
     Args:
       parameters: as in `mamba_from_transformers`.
