@@ -13,7 +13,9 @@ import os
 import jax
 import pytest
 
-BUDGET = 18.0  # processor seconds for each mechanism, on the newest JAX
+# Processor seconds for each mechanism on the newest JAX, without compiled programs of earlier runs.
+# Native sparse attention, with three branches in two forms, takes 15 to 17, most others 3 to 12.
+BUDGET = 18.0
 if jax.__version_info__ < (0, 12):
     BUDGET *= 2  # XLA compiled twice as slowly
 
