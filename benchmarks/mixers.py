@@ -15,13 +15,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def mixer_of(name: str, max_length: int, is_causal: bool = True) -> Any:
-    """Returns a layer of 256 features, with 4 heads, and with rotary positions where it has none.
+def mixer_of(
+    name: str,
+    max_length: int,
+    is_causal: bool = True,
+    *,
+    features: int = FEATURES,
+    heads: int = HEADS,
+    dtype: Any = None,
+) -> Any:
+    """Returns a layer with rotary positions where the mechanism has no positions of its own.
 
     Args:
       name: name of the mechanism; windows have 256 tokens.
       max_length: maximum number of tokens, for parameters by position.
       is_causal: whether the layer is causal.
+      features: width of the layer.
+      heads: number of heads.
+      dtype: dtype of the computation; parameters are float32.
     """
     entry = registry.get(name)
     given = {"rotary": RotaryEmbedding(), "max_length": max_length}
@@ -29,4 +40,6 @@ def mixer_of(name: str, max_length: int, is_causal: bool = True) -> Any:
     if "local_window_size" in entry.options:
         after = 0 if is_causal else (WINDOW - 1) // 2
         options["local_window_size"] = (WINDOW - 1 - after, after)
-    return entry.build(FEATURES, HEADS, is_causal=is_causal, rngs=nnx.Rngs(0), **options)
+    return entry.build(
+        features, heads, is_causal=is_causal, dtype=dtype, rngs=nnx.Rngs(0), **options
+    )

@@ -5,28 +5,22 @@ python -m benchmarks.gpu --help
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from benchmarks import machine
 from benchmarks.arguments import at_least, output_folder, reason_against
 from benchmarks.gpu import measure, report
 from benchmarks.gpu.cases import DTYPE, FULL, TINY, cases
 from benchmarks.gpu.contenders import OURS, contenders
+from benchmarks.gpu.device import about_device
 
 MINUTES, ROUNDS, QUICK_ROUNDS = 7.0, 7, 3
 REPORT_SECONDS = 15  # part of the minutes that the report takes
 MEMORY_OPTIONS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-PACKAGES = (
-    *machine.PACKAGES, "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13",
-    "nvidia-cudnn-cu12", "triton", "flash-linear-attention", "jax-linear-attention",
-)  # fmt: skip
 
 
 def minutes(text: str) -> float:
@@ -103,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, device: jax.Device, begin: float) -> int:
-    about = {**machine.describe(PACKAGES), "device": describe(device)}
+    about = about_device(device)
     print(f"{about['device']['name']}, load average {about['load_average'][0]}")
     budget = measure.Budget(60 * options.minutes - REPORT_SECONDS - (time.monotonic() - begin))
     sizes = TINY if options.quick else FULL
@@ -130,20 +124,6 @@ def _run(options: argparse.Namespace, device: jax.Device, begin: float) -> int:
         where = f"{row.comparison}, {row.variant}, {row.which}"
         print(f"{row.contender} was not timed: {where}: {row.skipped}", file=sys.stderr)
     return 1 if wrong else 0
-
-
-def describe(device: jax.Device) -> dict[str, Any]:
-    """Returns name and platform of the device, and driver and memory by nvidia-smi."""
-    found: list[str | None] = [None, None]
-    if device.platform == "gpu":
-        query = ["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
-        try:
-            told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-            found = [*told.stdout.splitlines()[0].split(", ")]
-        except (OSError, subprocess.SubprocessError, IndexError):
-            pass
-    name = str(getattr(device, "device_kind", device))
-    return {"name": name, "platform": device.platform, "driver": found[0], "memory": found[1]}
 
 
 def _show(row: measure.Row) -> None:

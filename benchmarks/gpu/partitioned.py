@@ -23,9 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import effattn
-from benchmarks import machine
 from benchmarks.arguments import at_least, output_folder, reason_against
-from benchmarks.gpu.__main__ import PACKAGES, describe
+from benchmarks.gpu.device import about_device
 from benchmarks.workloads import scalar_gate
 
 SHAPE, TINY = (2, 8192, 16, 128), (1, 64, 2, 16)  # examples, tokens, heads, head size
@@ -172,8 +171,12 @@ def main(argv: list[str] | None = None) -> int:
             f"| {row['comparison']} | {row['which']} | {row['form']} | "
             f"{row['seconds'] * 1e3:.3f} | {row['ratio']:.3f} |"
         )
-    about = {**machine.describe(PACKAGES), "device": describe(_device())}
-    report = {"machine": about, "shape": shape, "rounds": options.rounds, "rows": rows}
+    report = {
+        "machine": about_device(_device()),
+        "shape": shape,
+        "rounds": options.rounds,
+        "rows": rows,
+    }
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "partitioned.json").write_text(json.dumps(report, indent=1) + "\n")
     return 0
