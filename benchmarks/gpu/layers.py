@@ -2,9 +2,15 @@
 
 python -m benchmarks.gpu.layers --help
 
-A process for each CPU core builds, checks and compiles its share of the layers, since compilation
-takes most of the time. When all have ended or `--minutes` are over, the processes time their
-programs one after the other, so that each program has the GPU for itself.
+A process for each CPU core takes a share of the layers, because compilation takes most of the time:
+it checks its layers, then compiles the programs that are timed. When all have ended or `--minutes`
+are over, the processes time their programs one after the other, so that each program has the GPU
+for itself. The results are written as they come.
+
+Many processes compile fast only if each compiles in one thread. Without XLA's search for the
+fastest products of matrices, compilation is several times faster, and layers in XLA are slower:
+
+XLA_FLAGS="--xla_gpu_force_compilation_parallelism=1 --xla_gpu_autotune_level=0"
 
 A layer is right on the GPU if its output, its gradients and its decoding are those of the CPU in
 float32, with products in full precision on both. In bfloat16 the error is given beside that of the
@@ -234,35 +240,44 @@ def _message(error: Exception) -> str:
 def work(pipe: Connection, platform: str, rows: list[Row], sizes: Sizes, end: float) -> None:
     """Checks and compiles layers until `end`, sends "ready", waits, and times them.
 
-    Sends each row when it is checked and again when it is timed.
+    Sends each row when it is checked, when it is compiled, and when it is timed.
     """
     jax.config.update("jax_platforms", platform if platform == "cpu" else f"{platform},cpu")
-    ready = []
-    for row in rows:
-        if time.time() > end:
-            row.skipped = "not reached within --minutes"
-        else:
+    calls: dict[str, dict[str, Callable[[], Any]]] = {}
+
+    def compile_passes(row):
+        calls[row.mechanism] = compiled(row, sizes)
+
+    def time_passes(row):
+        for which, call in calls.get(row.mechanism, {}).items():
+            row.seconds[which] = statistics.median(call())
+
+    for phase in (check, compile_passes, time_passes):
+        if phase is time_passes:
+            pipe.send("ready")
+            pipe.recv()
+        for row in rows:
+            if row.failed or row.skipped:
+                continue
             try:
-                check(row)
-                ready.append((row, compiled(row, sizes)))
-            except Exception as error:
+                if phase is not time_passes and time.time() > end:
+                    row.skipped = "not reached within --minutes"
+                else:
+                    phase(row)
+            except Exception as error:  # any failure is the result
                 row.failed = _message(error)
-        pipe.send(row)
-    pipe.send("ready")
-    pipe.recv()
-    for row, calls in ready:
-        try:
-            for which, call in calls.items():
-                row.seconds[which] = statistics.median(call())
-        except Exception as error:
-            row.failed = _message(error)
-        pipe.send(row)
+            pipe.send(row)
 
 
 def measure(
-    rows: Sequence[Row], platform: str, sizes: Sizes, processes: int, end: float
+    rows: Sequence[Row],
+    platform: str,
+    sizes: Sizes,
+    processes: int,
+    end: float,
+    save: Callable[[list[Row]], None],
 ) -> list[Row]:
-    """Runs the processes; returns the rows as far as they came."""
+    """Runs the processes; returns the rows as far as they came, and saves them as they come."""
     context = multiprocessing.get_context("spawn")
     found = {row.mechanism: row for row in rows}
     pipes: dict[Connection, Any] = {}  # the process at the other end
@@ -287,6 +302,7 @@ def measure(
         times = ", ".join(f"{which} {1e3 * t:.2f} ms" for which, t in message.seconds.items())
         told = message.failed or times or message.skipped or "right"
         print(f"{message.mechanism}: {told}", flush=True)
+        save(list(found.values()))
         return False
 
     busy = set(pipes)
@@ -374,17 +390,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     sizes = Sizes(options.rows, options.length, options.features, options.heads)
     end = time.time() + 60 * options.minutes
-    rows = measure(rows, options.platform, sizes, options.processes, end)
+    about: dict[str, Any] = {}
+
+    def save(rows):
+        record = {
+            "machine": about,
+            "sizes": sizes._asdict(),
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        (options.output / "layers.json").write_text(json.dumps(record, indent=1) + "\n")
+
+    rows = measure(rows, options.platform, sizes, options.processes, end, save)
     # JAX starts here only now, so that the processes had the device for themselves.
-    about = about_device(jax.devices(options.platform)[0])
+    about |= about_device(jax.devices(options.platform)[0])
+    save(rows)
     text = table(about, sizes, rows)
     (options.output / "layers.md").write_text(text, encoding="utf-8")
-    record = {
-        "machine": about,
-        "sizes": sizes._asdict(),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    (options.output / "layers.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{text}\nwritten to {options.output}")
     return int(any(row.failed for row in rows))
 

@@ -240,6 +240,10 @@ def attend(
             return cudnn.attend(*whole, given)
         chosen = chosen._replace(names=tuple(n for n in chosen.names if n != "cudnn"))
     config = dataclasses.replace(config, implementations=chosen)
+    layout, for_kernels = operands.layout, not {*chosen.names}.isdisjoint(dispatch.PALLAS)
+    if layout is not None and for_kernels and not layout.is_traced:
+        # Transposed here, in NumPy: within the program the number of listed tiles is not known.
+        operands = operands._replace(layout_of_keys=layout.transpose())
     with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
         *axes, _ = mesh_axes.spec(query)
         specs = PartitionSpec(*axes, None), PartitionSpec(*axes)

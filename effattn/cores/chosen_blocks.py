@@ -116,7 +116,7 @@ def attend_causal(
       block_size: b, keys in a block.
       scale: multiplies the products.
       precision: as in `jax.lax.dot`.
-      implementation: as in `effattn.options`; "llvm" and "xla" exist.
+      implementation: as in `effattn.options`; `packed_pairs.KERNELS` and "xla" exist.
 
     Returns:
       Output and log-sum-exp, as `attend` returns them.
@@ -136,13 +136,14 @@ def attend_causal(
         options = {"block_size": size, "scale": scale, "precision": precision, "first": first}
         return attend(query, key, value, blocks, last, **options)
 
-    def by_kernel(query, key, value, blocks, limit, positions, reach, scale):
-        query = (query * scale).astype(query.dtype)
-        return packed_pairs.attend(mechanism, query, key, value, blocks, limit, size, precision)
+    def by_kernel(name, query, key, value, blocks, limit, positions, reach, scale):
+        query, options = (query * scale).astype(query.dtype), (size, precision, name)
+        return packed_pairs.attend(mechanism, query, key, value, blocks, limit, *options)
 
     scale = jnp.asarray(scale, dtypes.wide(query, key, value))
     operands = query, key, value, blocks, limit, positions, reach, scale
-    forms = {name: {"llvm": by_kernel, "xla": by_tiles}[name] for name in chosen.names}
+    kernels = {name: functools.partial(by_kernel, name) for name in packed_pairs.KERNELS}
+    forms = {name: (kernels | {"xla": by_tiles})[name] for name in chosen.names}
     return dispatch.on_platform(chosen, mechanism, forms, *operands)
 
 

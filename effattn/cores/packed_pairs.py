@@ -17,6 +17,7 @@ from effattn.arrays.combine import combine
 from effattn.arrays.gathers import inverse_of, permute
 from effattn.cores import attention, folding
 
+KERNELS = "llvm", "mosaic_gpu", "triton"
 # Pairs whose queries are copied at a time, for each key head.
 _PAIRS = 2**16
 
@@ -24,16 +25,18 @@ _PAIRS = 2**16
 def call(
     mechanism: str, query: jax.Array, key: jax.Array, value: jax.Array, *, is_whole: bool
 ) -> dispatch.Call:
-    """Description of a call of `attend`, for `dispatch.choose`, with the names "llvm" and "xla".
+    """Description of a call of `attend`, for `dispatch.choose`, with `KERNELS` and "xla".
 
     `is_whole` says whether queries and keys are the same tokens.
     """
     given = attention.check(mechanism, query, key[:, None], value[:, None], scale=1.0)
     found = attention.call_of(query, key[:, None], value[:, None], given)
-    # The kernels of other devices were not measured for this.
-    refusals = {name: found.refusals[name] for name in ("llvm", "xla")}
+    refusals = {name: found.refusals[name] for name in (*KERNELS, "xla")}
     if not is_whole:
-        refusals["llvm"] = lambda: "takes whole sequences of one document, no decoding"
+        cannot = dict.fromkeys(
+            KERNELS, lambda: "takes whole sequences of one document, no decoding"
+        )
+        refusals |= cannot
     return found._replace(refusals=refusals, signature=None, is_partitioned=False)
 
 
@@ -46,6 +49,7 @@ def attend(
     limit: jax.Array,
     block_size: int,
     precision: Any = None,
+    implementation: str = "llvm",
 ) -> tuple[jax.Array, jax.Array]:
     """Attends from each query to its own block, up to itself, and to chosen blocks.
 
@@ -58,6 +62,7 @@ def attend(
       limit: int32 `()`, valid keys.
       block_size: b, keys in a block.
       precision: as in `jax.lax.dot`.
+      implementation: one of `KERNELS`.
 
     Returns:
       Output `(T, G, Hv)` and log-sum-exp `(T, G)`, as `chosen_blocks.attend` returns them.
@@ -65,7 +70,7 @@ def attend(
     length, each = blocks.shape
     key, value = key[:, None], value[:, None]
     check = functools.partial(
-        attention.check, mechanism, scale=1.0, precision=precision, implementation="llvm"
+        attention.check, mechanism, scale=1.0, precision=precision, implementation=implementation
     )
     given = check(query, key, value, is_causal=True, key_value_seq_lengths=limit)
     own = folding.attend_inside(block_size, query, key, value, given)

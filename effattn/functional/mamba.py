@@ -12,7 +12,7 @@ from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms, clear
 from effattn.naive import over_tokens, with_naive
 from effattn.options import Implementation, Packing, Padding, State, declared
-from effattn.xla.diagonal_recurrence import CHUNK, diagonal_recurrence
+from effattn.xla.diagonal_recurrence import diagonal_recurrence, own_chunk
 
 
 class Options(Padding, Packing, State, Implementation, total=False):
@@ -71,7 +71,7 @@ def selective_scan(
       NotImplementedError: a named implementation does not take these arguments.
     """
     given = recurrence.check(
-        query, key, value, chunk_size=CHUNK if chunk_size is None else chunk_size, **options
+        query, key, value, chunk_size=own_chunk() if chunk_size is None else chunk_size, **options
     )
     checks.known_length("selective_scan", given.query)
     value, (heads, size) = given.value, given.value.shape[-2:]

@@ -11,6 +11,8 @@ from effattn.cores import attention
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import ByRows, declared
 
+_BLOCK = 128  # keys, in cumulative sums and products
+
 
 def naive(query, key, value, pairs, *, scale, attend_current):
     """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`."""
@@ -74,7 +76,7 @@ def _weights(logits, allowed):
     rest = jnp.where(allowed, jax.nn.sigmoid(-logits), 1)
     # The key itself takes its share of what the keys after it leave.
     rest = jnp.concatenate([rest[..., 1:], jnp.ones_like(rest[..., :1])], -1)
-    return _shares(logits, allowed) * jax.lax.cumprod(rest, rest.ndim - 1, reverse=True)
+    return _shares(logits, allowed) * _from_the_end(jax.lax.cumprod, jnp.multiply, rest, 1)
 
 
 def _shares(logits, allowed):
@@ -86,8 +88,23 @@ def _tangent(primals, tangents):
     """The derivative of log a_s is dz_s - sum_(r >= s) b_r dz_r."""
     weights, (d_logits, _) = _weights(*primals), tangents
     taken = _shares(*primals) * d_logits
-    taken = jax.lax.cumsum(taken, taken.ndim - 1, reverse=True)
+    taken = _from_the_end(jax.lax.cumsum, jnp.add, taken, 0)
     return weights, weights * (d_logits - taken)
+
+
+def _from_the_end(cumulative, combine, x, neutral):
+    """Cumulative sums or products along the last axis, each over its entry and all after it.
+
+    In blocks, because XLA's own form over n entries takes O(n^2) operations on GPUs.
+    """
+    *rows, length = x.shape
+    block = min(_BLOCK, length)
+    x = jnp.pad(x, [*[(0, 0)] * len(rows), (0, -length % block)], constant_values=neutral)
+    x = x.reshape(*rows, -1, block)
+    within = cumulative(x, x.ndim - 1, reverse=True)
+    after = cumulative(within[..., 0], x.ndim - 2, reverse=True)
+    after = jnp.concatenate([after[..., 1:], jnp.full_like(after[..., :1], neutral)], -1)
+    return combine(within, after[..., None]).reshape(*rows, -1)[..., :length]
 
 
 registry.register(

@@ -84,6 +84,7 @@ class Inputs(NamedTuple):
         mechanism has gathered. Windows, patterns, `score_mod` and dropout use these positions.
       seed: uint32 `(2,)`, seed of the dropout.
       layout: block-sparse layout, the tiles to visit.
+      layout_of_keys: the transposed layout, for kernels; None if it is not known yet.
     """
 
     query: jax.Array
@@ -100,6 +101,7 @@ class Inputs(NamedTuple):
     positions: tuple[jax.Array, jax.Array] | None = None
     seed: jax.Array | None = None
     layout: BlockLayout | None = None
+    layout_of_keys: BlockLayout | None = None
 
 
 def ids(x: Inputs) -> tuple[jax.Array | None, jax.Array | None]:

@@ -29,7 +29,9 @@ from effattn.arrays import dropout
 from effattn.interfaces import block_attention
 from effattn.interfaces.block_attention import NO_KEY, Config, Inputs
 from effattn.pallas.elements import Program, Unsupported
+from effattn.patterns.layouts import BlockLayout
 
+_MOST_ENTRIES = 4096  # largest number of entries of a table
 _AT_ONCE = 128  # rows of tiles that are compared at a time with all tiles of the other side
 
 
@@ -206,8 +208,13 @@ def entries_by_token(config: Config, x: Inputs) -> int:
     return max(sizes)
 
 
-def refusal(limits: dispatch.Limits, config: Config, x: Inputs) -> str | None:
-    """Returns the reason why a kernel with these limits cannot take these operands, or None."""
+def refusal(
+    limits: dispatch.Limits, config: Config, x: Inputs, *, any_pattern: bool = False
+) -> str | None:
+    """Returns the reason why a kernel with these limits cannot take these operands, or None.
+
+    `any_pattern` says whether patterns may read tables of any size, which have no gradients.
+    """
     if x.additive is not None:
         return "takes products of queries and keys, not additive scores"
     if config.activation is not None:
@@ -217,10 +224,14 @@ def refusal(limits: dispatch.Limits, config: Config, x: Inputs) -> str | None:
         return f"takes query, key and value of one dtype, got {', '.join(sorted(map(str, dtypes)))}"
     if reason := limits.refusal(x.query.dtype, x.query.shape[-1], x.value.shape[-1]):
         return reason
+    cannot = "cannot evaluate the score_mod or the pattern, which"
     try:
-        programs_of(config, x, jnp.float32)
+        programs = programs_of(config, x, jnp.float32)
     except Unsupported as reason:
-        return f"cannot evaluate the score_mod or the pattern, which {reason}"
+        return f"{cannot} {reason}"
+    limited = [p for name, p in programs.items() if p and not (any_pattern and name == "pattern")]
+    if (entries := max((program.entries for program in limited), default=0)) > _MOST_ENTRIES:
+        return f"{cannot} reads an array of {entries} entries, more than {_MOST_ENTRIES}"
     return None
 
 
@@ -297,16 +308,23 @@ class Walk(NamedTuple):
     whole_tile: Callable[[Any], Any]
 
 
-def walk_arrays(plan: Plan, arrays: Arrays, layout: Any, *, of_keys: bool) -> tuple[jax.Array, ...]:
+def layout_of(x: Inputs, *, of_keys: bool) -> BlockLayout | None:
+    """Returns the layout of the walk over keys or, if `of_keys`, over queries; None without one."""
+    if not of_keys or x.layout is None:
+        return x.layout
+    return x.layout.transpose() if x.layout_of_keys is None else x.layout_of_keys
+
+
+def walk_arrays(plan: Plan, arrays: Arrays, x: Inputs, *, of_keys: bool) -> tuple[jax.Array, ...]:
     """Returns the arrays that `walk` reads, for each query tile or, if `of_keys`, each key tile.
 
     Without a layout: one array `(B or 1, 1, n, 4)` of the first visited tile, one past the last
     visited tile, the first whole tile and one past the last whole tile. With a layout: counts of
     partial tiles, counts of full tiles, indices of partial tiles and indices of full tiles.
     """
+    layout = layout_of(x, of_keys=of_keys)
     if layout is None:
         return (_ranges(plan, arrays, of_keys)[:, None],)
-    layout = layout.transpose() if of_keys else layout
 
     def by_head(array, axes):
         array = jnp.asarray(array)

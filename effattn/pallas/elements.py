@@ -26,7 +26,6 @@ ELEMENTWISE = frozenset(
 # Primitives that return a single number unchanged; slices of a table with one entry are included.
 _SAME_NUMBER = "squeeze", "reshape", "broadcast_in_dim", "copy", "dynamic_slice", "slice"
 _CALLS = "jit", "pjit", "closed_call"
-_MOST_ENTRIES = 4096  # largest number of entries of a table
 
 Lookup = Callable[[int, jax.Array], jax.Array]
 
@@ -59,15 +58,17 @@ class Program:
         closed = jax.make_jaxpr(function)(tuple(tables), *scalars)
         consts = tuple(jnp.asarray(c) for c in closed.consts)
         program = cls(closed, (*consts, *tables), len(tables))
-        largest = max((table.size for table in program.tables), default=0)
-        if largest > _MOST_ENTRIES:
-            raise Unsupported(f"reads an array of {largest} entries, more than {_MOST_ENTRIES}")
 
         def lookup(number, at):
             return jnp.zeros(at.shape, program.tables[number].dtype)
 
         jax.eval_shape(functools.partial(program.run, lookup), *scalars)
         return program
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of the largest table."""
+        return max((table.size for table in self.tables), default=0)
 
     @property
     def scalars(self) -> list[Any]:

@@ -119,6 +119,7 @@ class _Operands:
             "positions": of_ids,
             "seed": (None,),
             "layout": of_layout,
+            "layout_of_keys": of_layout,
         }
 
     def of_device(self, arrays: Any) -> tuple[Config, Inputs]:

@@ -164,6 +164,11 @@ class BlockLayout:
             return self._mask(kind)
         return self._mask("partial") | self._mask("full")
 
+    @property
+    def is_traced(self) -> bool:
+        """True if the tiles are known only when a program runs."""
+        return _is_traced(self.partial_indices, self.full_indices)
+
     def transpose(self) -> "BlockLayout":
         """Returns the transposed layout: the query tiles that visit each key tile.
 
@@ -171,7 +176,7 @@ class BlockLayout:
         arrays; O(nq nk) for traced arrays, whose index rows then have width nq.
         """
         lengths, tile = self.lengths[::-1], self.tile[::-1]
-        if _is_traced(self.partial_indices, self.full_indices):
+        if self.is_traced:
             halves = [
                 _packed_traced(jnp.swapaxes(self._mask(kind), -1, -2))
                 for kind in ("partial", "full")

@@ -8,8 +8,10 @@ For one head, with queries and keys of F features, values and steps dt of D, and
 The decay between two tokens differs for every entry of the state, so matrix products cannot compute
 the recurrence. The implementation is a scan over chunks of tokens. It saves the states between
 chunks only, and the backward pass recomputes each chunk. Within a chunk, the decays of all tokens
-are computed at once, so that each token of the inner scan costs one product and one sum per entry.
-Sums over features are matrix products, because XLA's reductions on a CPU are many times slower.
+are computed at once. On a CPU an inner scan over tokens follows, of one product and one sum per
+entry of the state; sums over features are matrix products, because XLA's reductions on a CPU are
+many times slower. Other devices would wait for each step of such a scan: they compute all states of
+a chunk in parallel (`effattn.xla.linear_scan.chunk_states`).
 """
 
 import functools
@@ -22,11 +24,17 @@ from jax import lax
 from effattn.arrays import mesh_axes, reverse_mode
 from effattn.arrays.axes import lead
 from effattn.interfaces.linear_recurrence import Config, Inputs, Tokens, clear
+from effattn.xla.linear_scan import chunk_states
 
-# Tokens in a chunk; few, so that their decays and states fit in a CPU's cache.
-CHUNK = 16
+# Tokens in a chunk; on a CPU few, so that their decays and states fit in its cache.
+_ON_CPU, _ELSEWHERE = 16, 64
 
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def own_chunk() -> int:
+    """Default number of tokens in a chunk."""
+    return _ON_CPU if jax.default_backend() == "cpu" else _ELSEWHERE
 
 
 def diagonal_recurrence(
@@ -96,16 +104,26 @@ def _recurrence(config, A, state, query, keys, tokens):
     return jnp.moveaxis(out, 0, axis), state
 
 
-@jax.custom_vjp
-def _states(state, decay, written):
-    """States of S_t = decay_t * S_(t-1) + written_t, C tokens `(C, ...)`: `(last, all)`."""
+def _in_order(state, decay, written):
+    """States of S_t = decay_t * S_(t-1) + written_t, C tokens `(C, ...)`."""
 
     def of_token(state, token):
         decay, written = token
         state = decay * state + written
         return state, state
 
-    return lax.scan(of_token, state, (decay, written))
+    return lax.scan(of_token, state, (decay, written))[1]
+
+
+def _at_once(state, decay, written):
+    return chunk_states(decay[None], written[None], state[None])[0]
+
+
+@jax.custom_vjp
+def _states(state, decay, written):
+    """The states of `_in_order`: `(last, all)`."""
+    states = lax.platform_dependent(state, decay, written, cpu=_in_order, default=_at_once)
+    return states[-1], states
 
 
 def _states_forward(state, decay, written):
@@ -117,15 +135,27 @@ def _states_backward(residuals, cotangents):
     state, decay, states = residuals
     last, read = cotangents
 
+    operands = last, decay, read
+    changes = lax.platform_dependent(*operands, cpu=_back_in_order, default=_back_at_once)
+    before = jnp.concatenate([state[None], states[:-1]])
+    return decay[0] * changes[0], changes * before, changes
+
+
+def _back_in_order(last, decay, read):
+    """Gradients of the states: from the query of the token, and from the next state."""
+
     def of_token(later, token):
         decay, read = token
         change = read + later
         return decay * change, change
 
-    # The gradient of a state sums two terms: from the query of its token, and from the next state.
-    first, changes = lax.scan(of_token, last, (decay, read), reverse=True)
-    before = jnp.concatenate([state[None], states[:-1]])
-    return first, changes * before, changes
+    return lax.scan(of_token, last, (decay, read), reverse=True)[1]
+
+
+def _back_at_once(last, decay, read):
+    # From the last token to the first this is the same recurrence, with the decay of the next one.
+    decay = jnp.concatenate([decay[1:], jnp.ones_like(decay[:1])])
+    return jnp.flip(_at_once(last, jnp.flip(decay, 0), jnp.flip(read, 0)), 0)
 
 
 _states.defvjp(_states_forward, _states_backward)
@@ -148,11 +178,17 @@ def _log_decay_forward(A, dt):
 def _log_decay_backward(residuals, changes):
     A, dt = residuals
 
-    def of_token(total, token):
-        change, dt = token
-        return total + change * dt[..., None, :], None
+    def in_order(changes, dt):
+        def of_token(total, token):
+            change, dt = token
+            return total + change * dt[..., None, :], None
 
-    d_A, _ = lax.scan(of_token, jnp.zeros_like(changes[0]), (changes, dt))
+        return lax.scan(of_token, jnp.zeros_like(changes[0]), (changes, dt))[0]
+
+    def at_once(changes, dt):
+        return (changes * dt[..., None, :]).sum(0)
+
+    d_A = lax.platform_dependent(changes, dt, cpu=in_order, default=at_once)
     ones = jnp.ones(changes.shape[:-1], changes.dtype)
     d_dt = _einsum("...f,...fd->...d", ones, changes * lead(A, changes.ndim))
     return d_A.sum(range(d_A.ndim - A.ndim)), d_dt

@@ -97,8 +97,7 @@ def _states(ring, decay, added, initial):
         return jnp.moveaxis(array, 1, 0)
 
     def step(before, of_chunk):
-        within, states = _doubled(ring, *of_chunk)
-        states = ring.plus(states, ring.times(within, before[:, None]))
+        states = _doubled(ring, *of_chunk, before)
         return states[:, -1], states
 
     # The padding comes after all tokens, so no state of a token depends on it.
@@ -107,13 +106,15 @@ def _states(ring, decay, added, initial):
     return lax.collapse(states, 1, 3)[:, :time]
 
 
-def _doubled(ring, decay, added):
-    """Parallel scan of one chunk `(B, C, *F)` by recursive doubling.
+def chunk_states(decay: jax.Array, added: jax.Array, initial: jax.Array) -> jax.Array:
+    """The states of `linear_scan` for one chunk, in parallel; JAX's own derivatives."""
+    return _doubled(_LINEAR, decay, added, initial)
+
+
+def _doubled(ring, decay, added, before):
+    """Parallel scan of one chunk `(B, C, *F)` from the state before it, by recursive doubling.
 
     After each iteration, every entry combines twice as many tokens.
-
-    Returns:
-      The product of decays since the start of the chunk, and the states from a zero initial state.
     """
     chunk, reach = added.shape[1], 1
     while reach < chunk:
@@ -122,4 +123,4 @@ def _doubled(ring, decay, added):
         added = ring.plus(added, ring.times(decay, earlier))
         decay = ring.times(decay, jnp.pad(decay[:, :-reach], behind, constant_values=ring.one))
         reach *= 2
-    return decay, added
+    return ring.plus(added, ring.times(decay, before[:, None]))

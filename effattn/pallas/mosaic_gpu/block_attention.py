@@ -223,7 +223,7 @@ def _arrange(kernel: str, config: Config, x: Inputs):
             side //= 2
         tile.append(side)
     plan, arrays = block_tiles.arrange(config, x, (tile[0], tile[1]))
-    walk = block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=kernel == "key")
+    walk = block_tiles.walk_arrays(plan, arrays, x, of_keys=kernel == "key")
     return plan, tiles.as_read(plan, arrays._replace(walk=walk))
 
 

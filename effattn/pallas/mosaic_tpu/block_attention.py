@@ -54,7 +54,10 @@ def refusal(config: Config, x: Inputs) -> str | None:
     if given is not None and any(side % LANES for side in given):
         return f"takes tiles of multiples of {LANES} queries and keys, got {given}"
     if x.layout is not None:
-        scalars = sum(array.size for array in jax.tree.leaves((x.layout, x.layout.transpose())))
+        scalars = sum(
+            array.size
+            for array in jax.tree.leaves((x.layout, block_tiles.layout_of(x, of_keys=True)))
+        )
         if scalars > _MOST_SCALARS:
             return f"takes layouts of up to {_MOST_SCALARS} counts and indices, got {scalars}"
     return None
@@ -64,7 +67,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
-    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
+    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x, of_keys=False))
     batch, (t, _), (heads, _) = arrays.query.shape[0], plan.tile, plan.heads
     rows, width = plan.grid[0] * t, plan.sizes[1]
 
@@ -118,7 +121,7 @@ def backward(
     rows = _by_head(d_out, t), _in_rows(lse, t, jnp.inf), _in_rows(delta, t, 0)
 
     def call(kernel, of_keys, grid, specs, shapes, scratch):
-        walk = block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=of_keys)
+        walk = block_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
         inputs = _Inputs.of(
             plan, arrays._replace(walk=walk), of_keys=of_keys, transposed=True, rows=rows
         )
@@ -186,8 +189,8 @@ def _steps(plan, x, *, of_keys):
     """Returns an upper bound on the number of tiles that a tile visits."""
     tiles, own = (plan.grid[0], plan.tile[1]) if of_keys else (plan.grid[1], plan.tile[0])
     config = plan.config
-    if x.layout is not None:
-        layout = x.layout.transpose() if of_keys else x.layout
+    layout = block_tiles.layout_of(x, of_keys=of_keys)
+    if layout is not None:
         listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
         return max(1, listed * layout.tile[1] // plan.tile[0 if of_keys else 1])
     if config.left is not None and config.right is not None and x.positions is None:

@@ -58,12 +58,14 @@ _MORE_TILES = (
 
 def refusal(config: Config, x: Inputs) -> str | None:
     """Returns the reason why these kernels cannot take these operands, or None."""
-    if reason := block_tiles.refusal(LIMITS, config, x):
+    if reason := block_tiles.refusal(LIMITS, config, x, any_pattern=True):
         return reason
     given = config.tile if x.layout is None else x.layout.tile
     if given is not None and any(side % LEAST for side in given):
         return f"takes tiles of multiples of {LEAST} queries and keys, got {given}"
-    largest = max(array.size for array in jax.tree.leaves(x._replace(layout=None)))
+    largest = max(
+        array.size for array in jax.tree.leaves(x._replace(layout=None, layout_of_keys=None))
+    )
     largest = max(largest, x.query.size // x.query.shape[-1] * x.value.shape[-1])
     if largest >= 2**31:
         return f"takes arrays of fewer than 2**31 numbers, as it counts in int32, got {largest}"
@@ -75,7 +77,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     tile, warps = _tile("forward", config, x)
     plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
+    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x, of_keys=False))
     batch, queries, heads, _ = arrays.query.shape
     shapes = {
         "out": ((batch, queries, heads, plan.sizes[1]), dtype),
@@ -188,7 +190,7 @@ def _forward_kernel(plan, structure, *refs):
 def _query_gradient(config, x: Inputs, rows):
     tile, warps = _tile("query", config, x)
     plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
+    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x, of_keys=False))
     batch, queries, heads, _ = arrays.query.shape
     shapes: dict[Any, Any] = {"query": (arrays.query.shape, arrays.query.dtype)}
     if arrays.scale is not None:
@@ -289,7 +291,7 @@ def _by_entry(totals, at, values):
 def _key_gradient(config, x: Inputs, rows):
     tile, warps = _tile("key", config, x)
     plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=True))
+    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x, of_keys=True))
     shapes = {name: (getattr(arrays, name).shape, x.key.dtype) for name in ("key", "value")}
     inputs = arrays, _rows_together(x, rows)
     grid = plan.grid[1], plan.heads[1], arrays.key.shape[0]
