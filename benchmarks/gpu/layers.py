@@ -19,6 +19,7 @@ same layer in bfloat16 on the CPU.
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -45,7 +46,7 @@ MOST_BYTES = 30e9  # of parameters, and of temporaries
 TOLERANCE, HALF_TOLERANCE = 2e-3, 5e-2  # relative errors in float32, and in bfloat16
 ROUNDS, ENOUGH_SECONDS = 7, 0.5
 GRACE = 45  # seconds that a layer may take beyond the limit of the first phase
-CHECKED = {"features": 128, "heads": 4}
+CHECKED: dict[str, Any] = {"features": 128, "heads": 4}
 CHECKED_LENGTH = 200  # not a multiple of a tile
 PROMPT, DECODED = 150, 4  # tokens
 
@@ -178,13 +179,15 @@ def check(row: Row) -> None:
         row.failed = "disagrees with the CPU"
 
 
-def compiled(row: Row, sizes: Sizes) -> dict[str, Callable[[], Any]]:
+def compiled(row: Row, sizes: Sizes) -> dict[str, Callable[[], list[float]]]:
     """Compiles the passes of the timed size; returns calls by pass."""
     is_causal = row.direction == "causal"
 
     def mixer():
-        of_size = {"features": sizes.features, "heads": sizes.heads, "dtype": jnp.bfloat16}
-        return mixer_of(row.mechanism, sizes.length, is_causal, **of_size)
+        return mixer_of(
+            row.mechanism, sizes.length, is_causal,
+            features=sizes.features, heads=sizes.heads, dtype=jnp.bfloat16,
+        )  # fmt: skip
 
     graph, shapes = nnx.split(nnx.eval_shape(mixer))
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
@@ -203,7 +206,7 @@ def compiled(row: Row, sizes: Sizes) -> dict[str, Callable[[], Any]]:
         return nnx.merge(graph, state)(x)
 
     passes = {"forward": forward, "backward": lambda state, x: both(state, x, forward=forward)}
-    calls: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Callable[[], list[float]]] = {}
     for which, function in passes.items():
         program = jax.jit(function).lower(shapes, x).compile()
         memory = program.memory_analysis()
@@ -211,26 +214,20 @@ def compiled(row: Row, sizes: Sizes) -> dict[str, Callable[[], Any]]:
         if row.temporary_bytes[which] > MOST_BYTES:
             row.skipped = f"needs {row.temporary_bytes[which] / 1e9:.1f} GB of temporaries"
             break
-        calls[which] = _Call(program, operands)
+        calls[which] = functools.partial(timed, program, operands)
     return calls
 
 
-class _Call(NamedTuple):
-    """A compiled pass, and the program that makes its operands when it is timed."""
-
-    program: Any
-    operands: Any
-
-    def __call__(self) -> list[float]:
-        """Times the program; returns seconds of each round."""
-        state, x = self.operands()
-        jax.block_until_ready(self.program(state, x))
-        rounds: list[float] = []
-        while len(rounds) < ROUNDS and (not rounds or sum(rounds) < ENOUGH_SECONDS):
-            start = time.perf_counter()
-            jax.block_until_ready(self.program(state, x))
-            rounds.append(time.perf_counter() - start)
-        return rounds
+def timed(program: Any, operands: Callable[[], Any]) -> list[float]:
+    """Times a program, whose operands are made now; returns seconds of each round."""
+    state, x = operands()
+    jax.block_until_ready(program(state, x))
+    rounds: list[float] = []
+    while len(rounds) < ROUNDS and (not rounds or sum(rounds) < ENOUGH_SECONDS):
+        start = time.perf_counter()
+        jax.block_until_ready(program(state, x))
+        rounds.append(time.perf_counter() - start)
+    return rounds
 
 
 def _message(error: Exception) -> str:
@@ -280,7 +277,7 @@ def measure(
     """Runs the processes; returns the rows as far as they came, and saves them as they come."""
     context = multiprocessing.get_context("spawn")
     found = {row.mechanism: row for row in rows}
-    pipes: dict[Connection, Any] = {}  # the process at the other end
+    pipes: dict[Any, Any] = {}  # the process at the other end
     for index in range(min(processes, len(rows))):
         ours, theirs = context.Pipe()
         share = list(rows[index::processes])
@@ -361,7 +358,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--only", nargs="+", choices=registry.names(), help="default: all")
-    parser.add_argument("--platform", default="cuda", choices=("cuda", "rocm", "cpu"))
+    parser.add_argument("--platform", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rows", type=at_least(1), default=2, help="default %(default)s")
     parser.add_argument(
         "--length", type=at_least(16), default=16384, metavar="TOKENS", help="default %(default)s"

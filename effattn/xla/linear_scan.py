@@ -97,7 +97,8 @@ def _states(ring, decay, added, initial):
         return jnp.moveaxis(array, 1, 0)
 
     def step(before, of_chunk):
-        states = _doubled(ring, *of_chunk, before)
+        decay, added = of_chunk
+        states = _doubled(ring, decay, added, before)
         return states[:, -1], states
 
     # The padding comes after all tokens, so no state of a token depends on it.
