@@ -16,8 +16,8 @@ heads, and K the number of key heads. N is a multiple of K, and query head n rea
 n // (N // K).
 
 Errors that mechanisms share: `ValueError` for wrong shapes, dtypes or values; `NotImplementedError`
-if a named implementation does not take the call; `TypeError` in forward-mode differentiation of a
-computation with a custom VJP, such as softmax attention or a causal recurrence.
+if a named implementation does not take the call; `TypeError` in reverse-mode differentiation of a
+derivative of softmax attention in tiles.
 """
 
 import inspect

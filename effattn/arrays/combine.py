@@ -10,6 +10,7 @@ from jax import lax
 
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.gathers import largest_of, pick, spread
+from effattn.arrays.linear_map import with_derivatives
 
 
 def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -89,8 +90,6 @@ def combine_at(
     return out, jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))
 
 
-# Custom VJP: autodiff of the scan would keep the results of all parts.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine_one_by_one(
     attend: Callable[..., tuple[jax.Array, jax.Array]], learnt: Any, fixed: Any, parts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +102,10 @@ def combine_one_by_one(
       fixed: pytree of arrays without gradients.
       parts: the parts, one for each entry of the first axis; without gradients.
     """
+    return _combined(attend, learnt, fixed, parts)
 
+
+def _one_by_one(attend, learnt, fixed, parts):
     def step(so_far, part):
         return combine(*zip(so_far, attend(learnt, fixed, part), strict=True)), None
 
@@ -111,7 +113,7 @@ def combine_one_by_one(
 
 
 def _one_by_one_fwd(attend, learnt, fixed, parts):
-    out, lse = combine_one_by_one(attend, learnt, fixed, parts)
+    out, lse = _one_by_one(attend, learnt, fixed, parts)
     return (out, lse), (learnt, fixed, parts, out, lse)
 
 
@@ -133,4 +135,5 @@ def _one_by_one_bwd(attend, residuals, cotangents):
     return jax.tree.map(lambda x, like: x.astype(like.dtype), total, learnt), None, None
 
 
-combine_one_by_one.defvjp(_one_by_one_fwd, _one_by_one_bwd)
+# JAX's derivative of the scan in reverse mode would keep the results of all parts.
+_combined = with_derivatives(_one_by_one, _one_by_one_fwd, _one_by_one_bwd)

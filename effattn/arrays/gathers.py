@@ -3,30 +3,24 @@
 Each scatter writes an index at most once, so no result depends on the order of atomic additions.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.linear_map import with_derivatives
 
 
-@jax.custom_vjp
 def permute(x, order, inverse):
     """Permutes the tokens of `x (*B, T, ...)` by `order (*B, T)`; `inverse` undoes it."""
-    return _at(x, order)
+    return _permuted(None, x, order, inverse)
 
 
-def _permute_fwd(x, order, inverse):
-    return _at(x, order), inverse
-
-
-def _permute_bwd(inverse, d_out):
-    return _at(d_out, inverse), None, None
-
-
-permute.defvjp(_permute_fwd, _permute_bwd)
+_permuted = with_derivatives(
+    lambda _, x, order, inverse: _at(x, order),
+    lambda _, x, order, inverse: (_at(x, order), inverse),
+    lambda _, inverse, d_out: (_at(d_out, inverse), None, None),
+)
 
 
 def inverse_of(order):
@@ -60,34 +54,36 @@ def _over(axes: int, function):
     return function
 
 
-@jax.custom_vjp
 def take(x, indices, readers):
     """Gathers `x[indices]` from `x (L, ...)`; rows may be read several times, or never.
 
     `readers (L, p)` holds the flat positions of each row in `indices`, or -1. The backward pass
     gathers by `readers` in place of a scatter, and sums in a fixed order.
     """
+    return _taken(indices.ndim, x, indices, readers)
+
+
+def _take(axes, x, indices, readers):
     return jnp.take(x, indices, 0, mode="clip")
 
 
-def _take_fwd(x, indices, readers):
-    return take(x, indices, readers), (readers, indices.ndim)
+def _take_fwd(axes, *operands):
+    return _take(axes, *operands), operands[-1]
 
 
-def _take_bwd(residuals, cotangent):
-    readers, axes = residuals
+def _take_bwd(axes, readers, cotangent):
     cotangent = cotangent.reshape(-1, *cotangent.shape[axes:])
     found = jnp.take(cotangent, jnp.maximum(readers, 0), 0, mode="clip")
     is_read = readers.reshape(*readers.shape, *[1] * (found.ndim - 2)) >= 0
     return jnp.where(is_read, found, 0).sum(1), None, None
 
 
-take.defvjp(_take_fwd, _take_bwd)
+_taken = with_derivatives(_take, _take_fwd, _take_bwd)
 
 
 def pick(x, at):
     """Gathers the members of each cluster: `x (*B, N, T, ...)` at indices `at (*B, N, C, M)`."""
-    return _picked(x.shape[at.ndim - 2], x, at)
+    return _picked_by(x.shape[at.ndim - 2], x, at)
 
 
 def spread(x, at, length: int):
@@ -96,25 +92,25 @@ def spread(x, at, length: int):
     T is `length`. A token is at most once in each cluster. Sums are accumulated in
     at least float32, and the result has the dtype of x.
     """
-    return _summed(length, x, at)
+    return _summed_by(length, x, at)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _picked(length, x, at):
     return _over(at.ndim - 2, lambda x, at: x.at[at].get(mode="clip"))(x, at)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(length, x, at):
     start = jnp.zeros(length, dtypes.wide(x.dtype))
     return _by_cluster(jnp.add, start, x, at).astype(x.dtype)
 
 
-_picked.defvjp(
+_picked_by = with_derivatives(
+    _picked,
     lambda length, x, at: (_picked(length, x, at), at),
     lambda length, at, d_out: (_summed(length, d_out, at), None),
 )
-_summed.defvjp(
+_summed_by = with_derivatives(
+    _summed,
     lambda length, x, at: (_summed(length, x, at), at),
     lambda length, at, d_out: (_picked(length, d_out, at), None),
 )

@@ -1,4 +1,4 @@
-"""Cores: the few computations that most mechanisms reduce to, each with its custom VJP.
+"""Cores: the few computations that most mechanisms reduce to, each with its derivatives.
 
 The code that computes them is in `effattn.xla` for any device, and in `effattn.llvm` and
 `effattn.pallas` for CPUs, GPUs and TPUs. The other files are algorithms of single

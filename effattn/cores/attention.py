@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from effattn import dispatch
-from effattn.arrays import checks, dropout, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, dropout, dtypes, mesh_axes
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import both, valid
 from effattn.cores import block_attention, sequence_parts
@@ -244,14 +244,13 @@ def attend(
     if layout is not None and for_kernels and not layout.is_traced:
         # Transposed here, in NumPy: within the program the number of listed tiles is not known.
         operands = operands._replace(layout_of_keys=layout.transpose())
-    with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
-        *axes, _ = mesh_axes.spec(query)
-        specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
-        core: Any = block_attention.block_attention
-        if given.results is not None:
-            core = block_attention.known_attention
-        run = mesh_axes.placed(functools.partial(core, config), query, *specs)
-        out, lse = run(operands, *(given.results or ()))
+    *axes, _ = mesh_axes.spec(query)
+    specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
+    core: Any = block_attention.block_attention
+    if given.results is not None:
+        core = block_attention.known_attention
+    run = mesh_axes.placed(functools.partial(core, config), query, *specs)
+    out, lse = run(operands, *(given.results or ()))
     if given.sink is not None:
         out, lse = _with_sink(out, lse, given.sink)
     return clear_rows(out, lse, query_mask)

@@ -1,4 +1,4 @@
-"""Block attention: custom VJP and choice of implementation for masked softmax attention.
+"""Block attention: derivatives and choice of implementation for masked softmax attention.
 
 Each implementation is a module with these functions, beside those that
 `effattn.dispatch.Implementations` names:
@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from effattn import dispatch
 from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch import cache
 from effattn.interfaces.block_attention import Config, Inputs, softmax_dtype
 
@@ -102,7 +103,7 @@ def block_attention(config: Config, x: Inputs) -> tuple[jax.Array, jax.Array]:
     Returns:
       The output `(*B, T, N, Hv)` in the dtype of `value`, and the log-sum-exp of the logits
       `(*B, T, N)`, at least float32. Rows without keys have a zero output and a log-sum-exp of
-      `dtypes.lowest`. Both results are differentiable in reverse mode.
+      `dtypes.lowest`. Both results are differentiable.
     """
     if 0 in (*x.query.shape, x.key.shape[-3]):
         out = jnp.zeros((*x.query.shape[:-1], x.value.shape[-1]), x.value.dtype)
@@ -115,12 +116,6 @@ def block_attention(config: Config, x: Inputs) -> tuple[jax.Array, jax.Array]:
 def _finite(lse):
     """Replaces -inf by `dtypes.lowest`, so that `jax_debug_infs` accepts the log-sum-exp."""
     return jnp.where(lse == -jnp.inf, dtypes.lowest(lse.dtype), lse)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(config: Config, x: Inputs):
-    out, lse, _ = _forward(config, x, x.value.dtype)
-    return out, _finite(lse)
 
 
 # Under `jax.jit` so that it is traced once: the primal function and the VJP both call it.
@@ -161,7 +156,17 @@ def _attend_bwd(config: Config, saved, cotangents):
     return (IMPLEMENTATIONS.run(config.implementations, form, x, lse, d_out, delta),)
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+def _run(config: Config, x: Inputs):
+    out, lse, _ = _forward(config, x, x.value.dtype)
+    return out, _finite(lse)
+
+
+def _run_in_xla(config: Config, x: Inputs):
+    out, lse, _ = IMPLEMENTATIONS.module("xla").forward(config, x, x.value.dtype)
+    return out, _finite(lse)
+
+
+_attend = with_derivatives(_run, _attend_fwd, _attend_bwd, _run_in_xla)
 
 
 @functools.partial(jax.jit, static_argnums=0)

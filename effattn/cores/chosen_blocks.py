@@ -15,6 +15,7 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.linear_map import with_derivatives
 from effattn.arrays.products import widened
 from effattn.cores import packed_pairs
 from effattn.cores.folding import fold
@@ -258,13 +259,6 @@ def _products(precision, query, key, dtype, reach, block):
     return widened(product, query, key, dtype), allowed
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(precision, query, key, value, scale, tiles, reach):
-    """Queries `(T, G, H)` attend to their blocks of keys `(n, b, H)` and values `(n, b, Hv)`."""
-    out, lse, _ = _forward(precision, query, key, value, scale, tiles, reach)
-    return out.astype(value.dtype), lse
-
-
 def _forward(precision, query, key, value, scale, tiles, reach):
     """Output, log-sum-exp, and the largest logit and the inverse sum of each query."""
     wide = scale.dtype
@@ -338,4 +332,10 @@ def _attend_bwd(precision, saved, cotangents):
     return *(d.astype(x.dtype) for d, x in gradients), None, None
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+def _attend_plain(precision, query, key, value, scale, tiles, reach):
+    out, lse, _ = _forward(precision, query, key, value, scale, tiles, reach)
+    return out.astype(value.dtype), lse
+
+
+# Queries `(T, G, H)` attend to their blocks of keys `(n, b, H)` and values `(n, b, Hv)`.
+_attend = with_derivatives(_attend_plain, _attend_fwd, _attend_bwd)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from effattn.arrays.gathers import inverse_of, permute, take
+from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch.partition import MeshAxes, is_needed, partitioned, placed_by
 from effattn.dispatch.places import Names
 
@@ -161,9 +162,12 @@ def mix(
         )
     with placed_by(places):
         several = is_needed()
-    # The compiler would sort the tokens of all devices together.
-    run = functools.partial(_by_device, places) if several else without_capacity
-    y = run(activation, x, routing.experts, routing.weights, kernels)
+    operands = x, routing.experts, routing.weights, kernels
+    if several:
+        # The compiler would sort the tokens of all devices together.
+        y = _by_device((places, activation), *operands)
+    else:
+        y = without_capacity(activation, *operands)
     return y, routing.experts < routing.logits.shape[-1]
 
 
@@ -202,23 +206,20 @@ def without_capacity(
     return _weighted(weights, out.reshape(*weights.shape, out.shape[-1]))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_device(places, activation, x, experts, weights, kernels):
+def _by_device_fwd(static, x, experts, weights, kernels):
     """`without_capacity`, by each device for its part of the batch.
 
     The backward pass computes the outputs again: sorted rows have no sharding of their own.
     """
+    places, activation = static
     call, names, leaves = _of_leaves(activation, x, weights, kernels)
     with placed_by(places):
         run = partitioned(lambda *given: (call(*given),), [_OF_TOKENS, *names], [_OF_TOKENS])
-        return run(experts, *leaves)[0]
+        return run(experts, *leaves)[0], (x, experts, weights, kernels)
 
 
-def _by_device_fwd(places, activation, *arrays):
-    return _by_device(places, activation, *arrays), arrays
-
-
-def _by_device_bwd(places, activation, arrays, d_out):
+def _by_device_bwd(static, arrays, d_out):
+    places, activation = static
     x, experts, weights, kernels = arrays
     call, names, leaves = _of_leaves(activation, x, weights, kernels)
 
@@ -231,7 +232,12 @@ def _by_device_bwd(places, activation, arrays, d_out):
     return d_x, None, d_weights, jax.tree.unflatten(jax.tree.structure(kernels), d_kernels)
 
 
-_by_device.defvjp(_by_device_fwd, _by_device_bwd)
+_by_device = with_derivatives(
+    lambda *operands: _by_device_fwd(*operands)[0],
+    _by_device_fwd,
+    _by_device_bwd,
+    lambda static, *operands: without_capacity(static[1], *operands),
+)
 
 _OF_TOKENS: Names = ("row0", None, None)
 

@@ -14,8 +14,8 @@ and token. The delta form also removes the state's content in one direction:
 A normalised recurrence appends an entry of 1 to every value, so that the last column of the state
 sums the keys. It then divides y_t by the last entry of y_t.
 
-This module defines the custom VJP and the choice of implementation. Each implementation is a module
-with these functions, beside those that `effattn.dispatch.Implementations` names:
+This module defines the derivatives and the choice of implementation. Each implementation is a
+module with these functions, beside those that `effattn.dispatch.Implementations` names:
 
 - `forward`: the output, the state after the last token, and the residuals.
 - `backward`: the gradients. It computes the residuals again where they are None.
@@ -28,7 +28,8 @@ from typing import Any
 import jax
 
 from effattn import dispatch
-from effattn.arrays import dtypes, mesh_axes, reverse_mode
+from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch import cache
 from effattn.interfaces.linear_recurrence import Config, Inputs, Tokens, own_chunk
 
@@ -99,18 +100,9 @@ def linear_recurrence(
 
     Returns:
       `(output (*B, T, N or V, D), state after the last token)`; the output has `config.dtype`.
-
-    Raises:
-      TypeError: in forward-mode differentiation.
     """
     operands = mesh_axes.vary_alike((parameters, state, queries, keys, tokens))
-    with reverse_mode.only("the chunked linear recurrence", "a step-by-step jax.lax.scan of it"):
-        return _compiled_recurrence(config, *operands)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(config, *operands):
-    return _forward(config, *operands)[0]
+    return _compiled_recurrence(config, *operands)
 
 
 # Under `jax.jit` so that it is traced once: the primal function and the VJP both call it.
@@ -144,5 +136,11 @@ def _backward(config, residuals, cotangents):
     return IMPLEMENTATIONS.run(config.implementations, form, operands, saved, cotangents)
 
 
-_recurrence.defvjp(_forward, _backward)
+def _in_xla(config, *operands):
+    return IMPLEMENTATIONS.module("xla").forward(config, Inputs(*operands))[0]
+
+
+_recurrence = with_derivatives(
+    lambda *operands: _forward(*operands)[0], _forward, _backward, _in_xla
+)
 _compiled_recurrence = jax.jit(_recurrence, static_argnums=0)  # so that eager calls compile once

@@ -1,12 +1,11 @@
 """Means of tokens over equal segments, with gradients that are gathered."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays.axes import lead
+from effattn.arrays.linear_map import with_derivatives
 from effattn.arrays.segments import positions_from, within
 from effattn.cores.sequence_parts import Parts
 
@@ -19,12 +18,11 @@ def segment_means(x: jax.Array, lengths: jax.Array, count: int) -> tuple[jax.Arr
       segments, `(*B)`, which come first.
     """
     count = min(count, x.shape[-3])
-    return _means(count, x, lengths), jnp.minimum(lengths, count)
+    return _means_of((count, x.shape[-3]), x, lengths), jnp.minimum(lengths, count)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _means(count, x, lengths):
-    length = x.shape[-3]
+def _means(static, x, lengths):
+    count, length = static
     at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
     segment = lead(jnp.arange(count, dtype=lengths.dtype), lengths.ndim + 1)
     start = segment * at_least + jnp.minimum(segment, longer)
@@ -35,13 +33,13 @@ def _means(count, x, lengths):
     return tokens.sum(-3) / jnp.maximum(size, 1)[..., None, None].astype(x.dtype)
 
 
-def _means_fwd(count, x, lengths):
-    return _means(count, x, lengths), (lengths, x.shape[-3])
+def _means_fwd(static, x, lengths):
+    return _means(static, x, lengths), lengths
 
 
-def _means_bwd(count, residuals, cotangent):
+def _means_bwd(static, lengths, cotangent):
     """Gathers the gradient of each token from its segment; autodiff would scatter."""
-    lengths, length = residuals
+    count, length = static
     at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
     token = lead(jnp.arange(length, dtype=lengths.dtype), lengths.ndim + 1)
     later = token - longer * (at_least + 1)
@@ -54,7 +52,7 @@ def _means_bwd(count, residuals, cotangent):
     return clear_after(share / size, lengths), None
 
 
-_means.defvjp(_means_fwd, _means_bwd)
+_means_of = with_derivatives(_means, _means_fwd, _means_bwd)
 
 
 def means_of_parts(

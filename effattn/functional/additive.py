@@ -77,7 +77,6 @@ def additive_attention(
     Raises:
       ValueError: wrong shapes, dtypes or options.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     given = attention.check("additive_attention", query, key, value, mask=mask, **options)
     heads, size = query.shape[-2:]

@@ -139,7 +139,6 @@ def bigbird_attention(
       ValueError: wrong shapes, dtypes or values; in bidirectional calls, more random blocks than
         blocks.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check("bigbird_attention", query, key, value, **options)

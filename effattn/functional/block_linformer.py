@@ -99,7 +99,6 @@ def block_linformer_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check(

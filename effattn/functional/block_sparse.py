@@ -86,7 +86,6 @@ def block_sparse_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check("block_sparse_attention", query, key, value, **options)

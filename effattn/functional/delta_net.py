@@ -71,7 +71,6 @@ def delta_rule_attention(
     Raises:
       ValueError: wrong shapes, dtypes or options, and decays above 1.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)
     beta = checks.shaped("beta", beta, given.key.shape[:-1])

@@ -55,7 +55,6 @@ def gated_linear_attention(
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)
     shape = key.shape if jnp.ndim(log_decay) == key.ndim else key.shape[:-1]

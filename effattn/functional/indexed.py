@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.gathers import pick
 from effattn.arrays.products import widened
 from effattn.arrays.segments import valid
@@ -113,7 +113,6 @@ def indexed_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or values.
-      TypeError: in forward-mode differentiation.
     """
     name = "indexed_attention"
     if checks.is_pair(options.get("segment_ids"), query.shape[:-2]):
@@ -280,8 +279,7 @@ def attend(
 
     for _ in query.shape[:-3]:
         example = jax.vmap(example)
-    with reverse_mode.only("indexed attention", "a dense form of it"):
-        return example(*mesh_axes.vary_alike((query, key, value, chosen)))
+    return example(*mesh_axes.vary_alike((query, key, value, chosen)))
 
 
 def tile_of(chosen: Chosen) -> int:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import valid
 from effattn.cores import attention, chosen_blocks, folding
@@ -100,7 +100,6 @@ def learned_block_attention(
 
     Raises:
       ValueError: wrong shapes of the selection; and the errors of `effattn.options`.
-      TypeError: in forward-mode differentiation.
     """
     name = "learned_block_attention"
     given, size, top_k, heads, selection = _checked(
@@ -114,7 +113,7 @@ def learned_block_attention(
         arrays = query, key, value, *chosen, positions, limits
         return attend(size, given.precision, *arrays, scale)
 
-    with jax.named_scope(name), reverse_mode.only("block selection", "a dense form of it"):
+    with jax.named_scope(name):
         *axes, _ = mesh_axes.spec(heads[0])
         run = mesh_axes.placed(run, heads[0], PartitionSpec(*axes, None), PartitionSpec(*axes))
         scale = jnp.asarray(given.scale, dtypes.wide(*heads))
@@ -166,7 +165,6 @@ def sampled_block_attention(
 
     Raises:
       ValueError: wrong shapes of the selection; and the errors of `effattn.options`.
-      TypeError: in forward-mode differentiation.
     """
     name = "sampled_block_attention"
     rng = checks.key("rng", rng)
@@ -183,7 +181,7 @@ def sampled_block_attention(
         arrays = *heads, blocks, no_gates, positions, limits, scale
         return attend(size, given.precision, *arrays)[0], logs
 
-    with jax.named_scope(name), reverse_mode.only("block selection", "a dense form of it"):
+    with jax.named_scope(name):
         *axes, _ = mesh_axes.spec(heads[0])
         run = mesh_axes.placed(run, heads[0], PartitionSpec(*axes, None), PartitionSpec(*axes))
         scale = jnp.asarray(given.scale, dtypes.wide(*heads))

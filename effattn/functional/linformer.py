@@ -83,7 +83,6 @@ def linformer_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values; more than L keys; `is_causal=True`.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     if options.get("is_causal"):
         raise ValueError(

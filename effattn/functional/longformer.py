@@ -121,7 +121,6 @@ def longformer_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     given = attention.check(
         "longformer_attention",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, reverse_mode
+from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import positions_from_segment_ids, valid, within
 from effattn.cores import attention, sorted_chunks
@@ -155,7 +155,6 @@ def lsh_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or values; `rng` and `rotations` both or neither.
-      TypeError: in forward-mode differentiation.
     """
     query_key, value = jnp.asarray(query_key), jnp.asarray(value)
     batch = checks.query_key_value(query_key, query_key, value)
@@ -285,7 +284,7 @@ def attend(
     head = jax.vmap(head, (-2, -2, -2, None), (-2, -1))
     for _ in batch:
         head = jax.vmap(head)
-    with jax.named_scope("lsh_attention"), reverse_mode.only("LSH attention", "a dense form of it"):
+    with jax.named_scope("lsh_attention"):
         out, lse = head(query_key, value, buckets, documents)
     return attention.clear_rows(out, lse, valid(query_lengths, None, length))
 

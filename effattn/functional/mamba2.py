@@ -60,7 +60,6 @@ def state_space_duality(
     Raises:
       ValueError: wrong shapes, dtypes or options, or a rate above 0.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, value_heads=True, **options)
     heads, value = given.value.shape[-2], given.value

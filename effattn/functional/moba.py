@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import positions_from_segment_ids, valid
 from effattn.cores import attention, chosen_blocks, document_blocks, folding
 from effattn.functional import softmax
@@ -93,7 +93,6 @@ def moba_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or values.
-      TypeError: in forward-mode differentiation.
     """
     name = "moba_attention"
     document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
@@ -118,7 +117,7 @@ def moba_attention(
             limits = jnp.minimum(lengths, limits)
         return attend(name, size, top_k, heads, block_sums(key, size), limits, **options)
 
-    with jax.named_scope(name), reverse_mode.only("MoBA", "a dense form of it"):
+    with jax.named_scope(name):
         *axes, _ = mesh_axes.spec(query)
         run = mesh_axes.placed(run, query, PartitionSpec(*axes, None), PartitionSpec(*axes))
         scale = jnp.asarray(given.scale, dtypes.wide(query, key, value))

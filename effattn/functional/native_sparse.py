@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.arrays import checks, mesh_axes, reverse_mode
+from effattn.arrays import checks, mesh_axes
 from effattn.arrays.segments import valid
 from effattn.cores import attention
 from effattn.cores.native_sparse import Compress, Settings, attend
@@ -169,7 +169,6 @@ def native_sparse_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or values.
-      TypeError: in forward-mode differentiation.
     """
     name = "native_sparse_attention"
     given = attention.check(name, query, key, value, is_causal=True, **options)
@@ -188,7 +187,7 @@ def native_sparse_attention(
     present = valid(given.query_lengths, None, length)
     if present is not None:
         gates = jnp.where(present[..., None, None], gates, 0)
-    with jax.named_scope(name), reverse_mode.only(name, "a dense form of it"):
+    with jax.named_scope(name):
         with mesh_axes.of_type(query):
             compressed = settings.compressed(key, value, compress)
         limits = jnp.full(query.shape[:-3], length, jnp.int32)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
@@ -127,8 +127,7 @@ def nystrom_attention(
         checks.self_attention("nystrom_attention with skip_kernel", query, key)
         skip_kernel = _skip_kernel(skip_kernel, query.shape[-2], key.shape[-2])
     run = functools.partial(_attend, num_landmarks, num_iterations, given)
-    scope = jax.named_scope("nystrom_attention")
-    with scope, reverse_mode.only("Nystrom attention", "a dense form of it"):
+    with jax.named_scope("nystrom_attention"):
         out = run(query, key, value, skip_kernel)
     return checkpoint_name(out, "nystrom_attention")
 

@@ -70,7 +70,6 @@ def retention(
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)
     heads = given.key.shape[-2]

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.combine import combine_at, combine_one_by_one
 from effattn.arrays.gathers import inverse_of, permute, pick
 from effattn.arrays.segments import valid
@@ -140,8 +140,7 @@ def routing_attention(
                 f"{name} must be at most {query.shape[-3]}, the number of tokens, got {number}; "
                 "pass fewer, or longer inputs"
             )
-    scope = jax.named_scope("routing_attention")
-    with scope, reverse_mode.only("routing attention", "a dense form of it"):
+    with jax.named_scope("routing_attention"):
         *axes, _ = mesh_axes.spec(query)
         specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
         traced = {name: getattr(given, name) for name in _TRACED}

@@ -58,7 +58,6 @@ def rwkv7_attention(
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)
     out, state = recurrence.run(

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine_one_by_one
 from effattn.arrays.segments import positions_from_segment_ids, valid
@@ -85,7 +85,6 @@ def selective_attention(
 
     Raises:
       ValueError: wrong shapes of the selection; and the errors of `effattn.options`.
-      TypeError: in forward-mode differentiation.
     """
     name = "selective_attention"
     given = attention.check(name, query, key, value, is_causal=True, **options)
@@ -105,7 +104,7 @@ def selective_attention(
 
     query, key, value = attention.without_padding(query, key, value, given)
     selection = attention.without_padding(selection_query, selection_key, value, given)[:2]
-    with jax.named_scope(name), reverse_mode.only("selective attention", "a dense form of it"):
+    with jax.named_scope(name):
         *axes, _ = mesh_axes.spec(query)
         run = mesh_axes.placed(run, query, PartitionSpec(*axes, None), PartitionSpec(*axes))
         scale = jnp.asarray(given.scale, dtypes.wide(query, key, value))

@@ -76,7 +76,6 @@ def sliding_window_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     given = attention.check(
         "sliding_window_attention",

@@ -42,8 +42,8 @@ def dot_product_attention(
     a key only if all of mask, causality, window, lengths and segments allow it.
 
     Time O(T S (H + Hv)) over the tiles that causality and the window keep; memory O(T + S), forward
-    and backward, in addition to `bias` and `mask`. Differentiable in reverse mode, including the
-    log-sum-exp; forward-mode derivatives of the gradient also work (`jax.hessian`).
+    and backward, in addition to `bias` and `mask`. Differentiable, including the log-sum-exp, in
+    reverse and forward mode; derivatives of the gradient are those of forward mode (`jax.hessian`).
 
     In a program that `jax.export` makes with a symbolic length, all T x S logits are one tile.
 

@@ -80,7 +80,6 @@ def sparse_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     given = attention.check("sparse_attention", query, key, value, **options)
     checks.known_length("sparse_attention", query, key)

@@ -82,7 +82,6 @@ def sparse_transformer_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
     """
     sparse_transformer(stride, kind, summary, factor)  # checks the options
     if options.get("segment_ids") is not None and kind == "fixed":

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.cores.experts import Kernels, RoutingStats, mix, route, statistics
 from effattn.decode.state import row_lengths
 from effattn.dispatch.partition import places_of
@@ -183,8 +183,7 @@ class MixtureOfExperts(Module):
             return module._mix_tokens(zero_padding(x, valid), valid, capacity_factor, places)
 
         specs = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()
-        other = "a sum over all experts, with weight 0 for those that are not chosen"
-        with jax.named_scope("experts"), reverse_mode.only("a mixture of experts", other):
+        with jax.named_scope("experts"):
             return mesh_axes.placed(mix, x, *specs)(self, x, valid)
 
     def _mix_tokens(self, x, valid, capacity_factor, places):

@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.linear_map import with_derivatives
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
 from effattn.nn.tokens import valid_tokens, zero_padding
@@ -75,7 +76,6 @@ class ReversibleStack(Module):
 
         Raises:
           ValueError: streams of unequal shapes, or an argument that no module of the stack takes.
-          TypeError: in forward-mode differentiation.
         """
         x1 = checks.as_array("x1", x1)
         x2 = x1 if x2 is None else checks.as_array("x2", x2)
@@ -97,8 +97,7 @@ class ReversibleStack(Module):
         streams = tuple(zero_padding(x, valid).astype(wide) for x in (x1, x2))
         arrays, structures = zip(*map(jax.tree.flatten, modules), strict=True)
         run = _reversible(structures, (x2.dtype, x1.dtype))
-        with reverse_mode.only("a reversible stack", "its layers, called one by one"):
-            y1, y2 = run(arrays, given, streams)
+        y1, y2 = run(None, arrays, given, streams)
         return y1.astype(x1.dtype), y2.astype(x2.dtype)
 
 
@@ -107,7 +106,7 @@ def _takes(module: Any, name: str) -> bool:
 
 
 def _reversible(structures, dtypes):
-    """Custom VJP function `(arrays, given, streams) -> streams` of the stack.
+    """Function `(None, arrays, given, streams) -> streams` of the stack.
 
     Args:
       structures: tree structures of the modules F, G, F, G, ...; `arrays` are their leaves.
@@ -121,19 +120,18 @@ def _reversible(structures, dtypes):
             keywords["rngs"] = jax.random.fold_in(keywords["rngs"], place)
         return module(x.astype(dtypes[place % 2]), **keywords).astype(x.dtype)
 
-    @jax.custom_vjp
-    def run(arrays, given, streams):
+    def run(_, arrays, given, streams):
         kept, read = streams
         for place, own in enumerate(arrays):
             # A module reads one stream and adds its output to the other stream.
             kept, read = read, kept + call(place, own, read, given)
         return kept, read
 
-    def forward(arrays, given, streams):
-        streams = run(arrays, given, streams)
+    def forward(_, arrays, given, streams):
+        streams = run(_, arrays, given, streams)
         return streams, (arrays, given, streams)
 
-    def backward(saved, cotangents):
+    def backward(_, saved, cotangents):
         arrays, given, (kept, read) = saved
         of_kept, of_read = cotangents
         gradients = []
@@ -152,8 +150,7 @@ def _reversible(structures, dtypes):
             gradients.append(_with_integers(own, floats))
         return tuple(gradients[::-1]), None, (of_kept, of_read)
 
-    run.defvjp(forward, backward)
-    return run
+    return with_derivatives(run, forward, backward)
 
 
 def _with_integers(arrays, gradients):

@@ -5,17 +5,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays.axes import lead
+from effattn.arrays.linear_map import with_derivatives
 
 
-@jax.custom_vjp
 def convolve(value: jax.Array, kernel: jax.Array) -> jax.Array:
     """Depthwise convolution of `value (*B, L, N, Hv)` by `kernel (N, width)`, zero padded."""
+    return _convolved(None, value, kernel)
+
+
+def _convolve(_, value, kernel):
     taps = _taps(value, kernel.shape[-1])
     return sum(lead(kernel[:, w, None], value.ndim) * taps(w) for w in range(kernel.shape[-1]))
 
 
-def _convolve_bwd(residuals, cotangent):
-    """Custom VJP: a convolution and a loop; autodiff would store the values once a tap."""
+def _convolve_bwd(_, residuals, cotangent):
+    """A convolution and a loop; JAX's own derivative would store the values once a tap."""
     value, kernel = residuals
     width = kernel.shape[-1]
     taps, axes = _taps(value, width), (*range(value.ndim - 2), value.ndim - 1)
@@ -23,7 +27,9 @@ def _convolve_bwd(residuals, cotangent):
     return convolve(cotangent, jnp.flip(kernel, -1)), d_kernel.T
 
 
-convolve.defvjp(lambda value, kernel: (convolve(value, kernel), (value, kernel)), _convolve_bwd)
+_convolved = with_derivatives(
+    _convolve, lambda _, *operands: (_convolve(_, *operands), operands), _convolve_bwd
+)
 
 
 def _taps(x, width):

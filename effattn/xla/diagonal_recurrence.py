@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays import mesh_axes, reverse_mode
+from effattn.arrays import mesh_axes
 from effattn.arrays.axes import lead
+from effattn.arrays.linear_map import with_derivatives
 from effattn.interfaces.linear_recurrence import Config, Inputs, Tokens, clear
 from effattn.xla.linear_scan import chunk_states
 
@@ -53,14 +54,10 @@ def diagonal_recurrence(
 
     Returns:
       `(output (*B, T, N, D), state after the last token)`; the output has `config.dtype`.
-
-    Raises:
-      TypeError: in forward-mode differentiation.
     """
     arguments = parameters, state, queries, keys, tokens
     A, state, query, keys, tokens = mesh_axes.vary_alike(arguments)
-    with reverse_mode.only("the selective scan", "a step-by-step jax.lax.scan of it"):
-        return _recurrence(config, A, state, query, keys, tokens)
+    return _recurrence(config, A, state, query, keys, tokens)
 
 
 def diagonal_decay(x: Inputs) -> jax.Array:
@@ -88,11 +85,11 @@ def _recurrence(config, A, state, query, keys, tokens):
     def of_chunk(state, tokens):
         query, key, value, dt, starts = tokens
         query, key, value, dt = (x.astype(dtype) for x in (query, key, value, dt))
-        decay = jnp.exp(_log_decay(A, dt))
+        decay = jnp.exp(_log_decay(None, A, dt))
         if starts is not None:
             decay = clear(decay, ~starts)
         written = _einsum("...f,...d->...fd", key, dt * value)
-        state, states = _states(state, decay, written)
+        state, states = _states(None, state, decay, written)
         group = query.shape[-2] // key.shape[-2]
         of_heads = query.reshape(*key.shape[:-1], group, key.shape[-1])
         out = jnp.matmul(of_heads, states, precision=lax.Precision.HIGHEST)
@@ -119,19 +116,18 @@ def _at_once(state, decay, written):
     return chunk_states(decay[None], written[None], state[None])[0]
 
 
-@jax.custom_vjp
-def _states(state, decay, written):
+def _all_states(_, state, decay, written):
     """The states of `_in_order`: `(last, all)`."""
     states = lax.platform_dependent(state, decay, written, cpu=_in_order, default=_at_once)
     return states[-1], states
 
 
-def _states_forward(state, decay, written):
-    last, states = _states(state, decay, written)
+def _states_forward(_, state, decay, written):
+    last, states = _all_states(_, state, decay, written)
     return (last, states), (state, decay, states)
 
 
-def _states_backward(residuals, cotangents):
+def _states_backward(_, residuals, cotangents):
     state, decay, states = residuals
     last, read = cotangents
 
@@ -158,24 +154,20 @@ def _back_at_once(last, decay, read):
     return jnp.flip(_at_once(last, jnp.flip(decay, 0), jnp.flip(read, 0)), 0)
 
 
-_states.defvjp(_states_forward, _states_backward)
+_states = with_derivatives(_all_states, _states_forward, _states_backward)
 
 
-@jax.custom_vjp
-def _log_decay(A, dt):
-    """A * dt `(C, *B, K, F, D)`, from rates A `(K, F, D)` and steps dt `(C, *B, K, D)`.
-
-    The custom VJP sums the gradient of A in a scan over tokens, and the gradient of dt by a matrix
-    product; see the docstring of this module.
-    """
+def _products(_, A, dt):
+    """A * dt `(C, *B, K, F, D)`, from rates A `(K, F, D)` and steps dt `(C, *B, K, D)`."""
     return lead(A, dt.ndim + 1) * dt[..., None, :]
 
 
-def _log_decay_forward(A, dt):
-    return _log_decay(A, dt), (A, dt)
+def _products_forward(_, A, dt):
+    return _products(_, A, dt), (A, dt)
 
 
-def _log_decay_backward(residuals, changes):
+def _products_backward(_, residuals, changes):
+    """Sums over features are matrix products, and on a CPU sums over tokens are scans."""
     A, dt = residuals
 
     def in_order(changes, dt):
@@ -194,4 +186,4 @@ def _log_decay_backward(residuals, changes):
     return d_A.sum(range(d_A.ndim - A.ndim)), d_dt
 
 
-_log_decay.defvjp(_log_decay_forward, _log_decay_backward)
+_log_decay = with_derivatives(_products, _products_forward, _products_backward)

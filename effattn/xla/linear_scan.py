@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays import mesh_axes, reverse_mode
+from effattn.arrays import mesh_axes
+from effattn.arrays.linear_map import with_derivatives
 
 _CHUNK = 64
 
@@ -44,12 +45,8 @@ def linear_scan(decay: jax.Array, added: jax.Array, initial: jax.Array) -> jax.A
 
     Returns:
       The states `(B, T, *F)`.
-
-    Raises:
-      TypeError: in forward-mode differentiation.
     """
-    with reverse_mode.only("a scan in chunks", "a step-by-step jax.lax.scan of it"):
-        return _linear(*mesh_axes.vary_alike((decay, added, initial)))
+    return _linear(_LINEAR, *mesh_axes.vary_alike((decay, added, initial)))
 
 
 def max_plus_scan(change: jax.Array, floor: jax.Array, initial: jax.Array) -> jax.Array:
@@ -61,28 +58,20 @@ def max_plus_scan(change: jax.Array, floor: jax.Array, initial: jax.Array) -> ja
     return _states(_MAX_PLUS, *map(lax.stop_gradient, arrays))
 
 
-@jax.custom_vjp
-def _linear(decay, added, initial):
-    return _states(_LINEAR, decay, added, initial)
-
-
-def _forward(decay, added, initial):
-    states = _states(_LINEAR, decay, added, initial)
+def _forward(ring, decay, added, initial):
+    states = _states(ring, decay, added, initial)
     return states, (decay, states, initial)
 
 
-def _backward(kept, cotangent):
+def _backward(ring, kept, cotangent):
     decay, states, initial = kept
     # g_t = cotangent_t + decay_(t+1) g_(t+1), the same recurrence from the end.
     after = jnp.concatenate([decay[:, 1:], jnp.ones_like(decay[:, :1])], 1)
     backwards = (jnp.flip(array, 1) for array in (after, cotangent))
-    of_added = jnp.flip(_states(_LINEAR, *backwards, jnp.zeros_like(initial)), 1)
+    of_added = jnp.flip(_states(ring, *backwards, jnp.zeros_like(initial)), 1)
     before = jnp.concatenate([initial[:, None], states[:, :-1]], 1)
     of_initial = (decay[:, :1] * of_added[:, :1]).sum(1)
     return of_added * before, of_added, of_initial
-
-
-_linear.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -105,6 +94,9 @@ def _states(ring, decay, added, initial):
     _, states = lax.scan(step, initial, (chunks(decay), chunks(added)))
     states = jnp.moveaxis(states, 0, 1)
     return lax.collapse(states, 1, 3)[:, :time]
+
+
+_linear = with_derivatives(_states, _forward, _backward)
 
 
 def chunk_states(decay: jax.Array, added: jax.Array, initial: jax.Array) -> jax.Array:

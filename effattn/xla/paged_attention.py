@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays import dtypes, mesh_axes, reverse_mode
+from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.forward_only import forward_only
 from effattn.arrays.products import widened
 from effattn.arrays.segments import positions_from
 from effattn.interfaces.paged_attention import Config, Pages
@@ -113,7 +114,7 @@ def paged(
         first = jnp.maximum(jnp.min(position, initial=2**30) - config.left, 0) // step
     first, last = jnp.minimum(first, last), jnp.minimum(last, table.shape[1] // width)
     carry = lax.fori_loop(first, last, attend, carry)
-    largest, total, mixed = reverse_mode.forward_only(carry, _NO_GRADIENTS)
+    largest, total, mixed = forward_only(carry, _NO_GRADIENTS)
     total_or_one = jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, dtypes.lowest(dtype), largest + jnp.log(total_or_one))
     out = (mixed / total_or_one[..., None]).astype(query.dtype)

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from effattn.arrays import reverse_mode
 from effattn.arrays.axes import lead
+from effattn.arrays.forward_only import forward_only
 from effattn.patterns.layouts import Array, BlockLayout
 
 # A window is read as one slice of keys if it spans at most this many keys for a query tile.
 _WIDEST_BAND = 1024
 
 _NO_SECOND_REVERSE = (
-    "the gradient of attention in tiles has a derivative in forward mode only, because the number "
+    "a derivative of attention in tiles has derivatives in forward mode only, because the number "
     "of visited tiles is not known when the program is traced: use jax.jvp of jax.grad, jax.jacfwd "
     "of jax.grad or jax.hessian; for jax.grad of jax.grad use a dense form, such as "
     "jax.nn.dot_product_attention for softmax attention"
@@ -365,7 +365,7 @@ def _loop(low, high, step, carry):
     results = lax.fori_loop(_int32(low), _int32(high), one, carry)
     if any(isinstance(bound, jax.core.Tracer) for bound in (low, high)):
         # The number of steps is traced, so reverse mode cannot allocate residuals for the loop.
-        return reverse_mode.forward_only(results, _NO_SECOND_REVERSE)
+        return forward_only(results, _NO_SECOND_REVERSE)
     return results
 
 

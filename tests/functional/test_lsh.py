@@ -355,13 +355,3 @@ def test_wrong_arguments_are_named(given, message):
 def test_rotations_of_wrong_sizes_are_named():
     with pytest.raises(ValueError, match="num_rounds must be an int, 1 or more, got 2.5"):
         lsh_rotations(jax.random.key(0), 2.5, 4, 6)
-
-
-@pytest.mark.slow
-def test_forward_mode_says_what_to_use():
-    """The call runs outside `jax.jit`, which does not pass on this message."""
-    options = {"num_rounds": 1, "num_buckets": 1, "is_causal": True}
-    arrays = draw(1, batch=(), dtype=np.float32, **options)
-    value = arrays["value"]
-    with pytest.raises(TypeError, match="reverse mode only"):
-        jax.jvp(lambda value: ours({**arrays, "value": value}, {}, **options), (value,), (value,))

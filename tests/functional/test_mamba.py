@@ -58,17 +58,6 @@ def test_states_within_chunks_are_not_kept():
     assert cost.temporary_bytes(program) < states / 2
 
 
-def test_forward_mode_says_what_to_use():
-    query, key, value = arrays()
-
-    def scan(value):
-        step, rate = jnp.ones_like(value), -jnp.ones((1, 4, 3))
-        return selective_scan(query, key, value, step_size=step, rate=rate)
-
-    with pytest.raises(TypeError, match=r"reverse mode only .*use jax\.grad"):
-        jax.jvp(scan, (value,), (value,))
-
-
 def test_wrong_arguments_are_named():
     query, key, value = arrays()
     given = {"step_size": jnp.ones_like(value), "rate": -jnp.ones((1, 4, 3))}

@@ -70,12 +70,12 @@ def test_rwkv4_mixing_takes_keys_of_any_size():
     close(y[:, 1:], pair / (weights[:, 1:] + weights[:, :-1]))
 
 
-def test_forward_mode_through_a_scan_says_what_to_use():
-    """The call runs outside `jax.jit`, which does not pass on this message."""
-    key = jnp.ones((1, 2, 3))
-    mix = functools.partial(effattn.rwkv4_mixing, key, decay=jnp.ones(3), bonus=jnp.ones(3))
-    with pytest.raises(TypeError, match="reverse mode only"):
-        jax.jvp(mix, (key,), (key,))
+def test_derivatives_along_a_tangent_are_those_of_the_gradients():
+    key, value, tangent = np.random.default_rng(0).normal(size=(3, 1, 70, 3)).astype(np.float32)
+    mix = functools.partial(effattn.rwkv4_mixing, value=value, decay=jnp.ones(3), bonus=jnp.ones(3))
+    y, along = jax.jvp(mix, (key,), (tangent,))
+    (gradient,) = jax.vjp(mix, key)[1](y)
+    np.testing.assert_allclose((along * y).sum(), (gradient * tangent).sum(), rtol=1e-4)
 
 
 def test_rwkv4_mixing_of_a_document_behind_one_of_far_larger_keys():

@@ -61,6 +61,12 @@ def first_of_families(subjects: Sequence[Any]) -> list[Any]:
 
 
 FIRST_OF_FAMILY = first_of_families(MECHANISMS)
+# One mechanism for each core with a backward pass of its own.
+FIRST_OF_CORE = [
+    subject
+    for subject in MECHANISMS
+    if subject.name in ("softmax", "linear", "nystrom", "routing", "moba", "mamba", "bigbird")
+]
 FIRST_NAMES = [subject.name for subject in FIRST_OF_FAMILY]
 # For laws that are not about values alone.
 CALLED = slow_but_for(FIRST_OF_FAMILY, MECHANISMS)

@@ -10,7 +10,7 @@ import pytest
 from effattn.analysis import cost
 from effattn.testing import functions
 from effattn.testing.functions import Sizes
-from tests.laws.battery import ALSO_OF_CORES, FIRST_OF_FAMILY, MECHANISMS
+from tests.laws.battery import ALSO_OF_CORES, FIRST_OF_CORE, FIRST_OF_FAMILY, MECHANISMS
 
 
 def lengths_of(mechanism):
@@ -43,14 +43,17 @@ def both_of(function):
     return run
 
 
-@functools.cache
-def traced(mechanism, direction, length, backward=True):
-    forward = forward_of(mechanism, direction, length)
+def arrays_of(mechanism, length):
     sizes = Sizes((1,), length, length, heads=1, key_heads=1, size=16, value_size=16)
-    arrays = {
+    return {
         k: jax.ShapeDtypeStruct(x.shape, jnp.float32)
         for k, x in functions.draw_arrays(mechanism, sizes, everything=False).items()
     }
+
+
+@functools.cache
+def traced(mechanism, direction, length, backward=True):
+    forward, arrays = forward_of(mechanism, direction, length), arrays_of(mechanism, length)
     return jax.jit(both_of(forward) if backward else lambda a: forward(**a)).trace(arrays)
 
 
@@ -106,6 +109,20 @@ def test_memory_grows_as_claimed(mechanism):
     """Temporary bytes of forward and backward together, in the compiled program."""
     lengths, direction = lengths_of(mechanism), directions(mechanism)[0]
     found = [cost.temporary_bytes(traced(mechanism, direction, length)) for length in lengths]
+    assert cost.exponent(lengths, found) <= mechanism.entry.memory_exponent + 0.1, found
+
+
+@pytest.mark.parametrize("mechanism", FIRST_OF_CORE, ids=str)
+def test_forward_mode_takes_no_more_memory_than_claimed(mechanism):
+    """Temporary bytes of a derivative along a tangent, in the compiled program."""
+    lengths, direction = lengths_of(mechanism), directions(mechanism)[0]
+
+    def of_length(length):
+        forward, arrays = forward_of(mechanism, direction, length), arrays_of(mechanism, length)
+        along = jax.jit(lambda a, t: jax.jvp(lambda a: forward(**a), (a,), (t,))[1])
+        return cost.temporary_bytes(along.trace(arrays, arrays))
+
+    found = [of_length(length) for length in lengths]
     assert cost.exponent(lengths, found) <= mechanism.entry.memory_exponent + 0.1, found
 
 

@@ -1,4 +1,4 @@
-"""vmap over any argument does not change results and gradients."""
+"""vmap over any argument changes no results and gradients; forward mode agrees with gradients."""
 
 import functools
 import itertools
@@ -9,13 +9,16 @@ import pytest
 
 from effattn.testing import functions
 from effattn.testing.functions import SQUARE
-from tests.laws.battery import FIRST_OF_FAMILY, MECHANISMS, OF_CORES_IN_FLOAT32
+from tests.laws.battery import (
+    FIRST_OF_CORE,
+    FIRST_OF_FAMILY,
+    MECHANISMS,
+    OF_CORES_IN_FLOAT32,
+)
 from tests.marks import slow_but_for
 
 # On CPUs, XLA passes fused products to a library that ends the process if a product has eight axes.
 UNFUSED = {"xla_cpu_experimental_ynn_fusion_type": ""}
-# One mechanism for each place that refuses forward mode.
-REFUSING = [m for m in MECHANISMS if m.name in ("softmax", "linear", "nystrom", "routing")]
 
 
 @pytest.mark.parametrize("mechanism", OF_CORES_IN_FLOAT32, ids=str)
@@ -67,12 +70,27 @@ def test_vmap_over_any_argument(mechanism):
             functions.assert_close(here, alone, 1e-12 if all_claimed else 1e-5)
 
 
-@pytest.mark.parametrize("mechanism", slow_but_for(REFUSING, MECHANISMS), ids=str)
-def test_forward_mode_works_or_says_what_to_use(mechanism):
-    """The call runs outside `jax.jit`, which does not pass on this message."""
-    arrays = functions.draw_plain(mechanism, 0)
-    call = functools.partial(functions.call, mechanism, functions.plain(mechanism), known={})
-    try:
-        jax.jvp(call, (arrays,), (arrays,))
-    except TypeError as error:
-        assert "reverse mode only" in str(error)
+@pytest.mark.parametrize("mechanism", slow_but_for(FIRST_OF_CORE, MECHANISMS), ids=str)
+def test_forward_mode_agrees_with_reverse_mode(mechanism):
+    """Derivatives along a tangent, in float64: by `jax.jvp`, and by the gradients."""
+    with jax.enable_x64(True):
+        arrays, tangents = (
+            functions.as_float64(functions.draw_plain(mechanism, seed)) for seed in (0, 1)
+        )
+        extent = functions.plain(mechanism)
+        cotangents = functions.cotangents_of(mechanism, extent, arrays, {})
+        call = functools.partial(functions.call, mechanism, extent, known={})
+
+        @jax.jit
+        def both(arrays, tangents):
+            forward = jax.jvp(call, (arrays,), (tangents,))[1]
+            gradients = jax.vjp(call, arrays)[1](cotangents)[0]
+            return _product(forward, cotangents), _product(gradients, tangents)
+
+        along, by_gradients = both(arrays, tangents)
+        np.testing.assert_allclose(along, by_gradients, rtol=1e-9)
+
+
+def _product(left, right):
+    """Sum of the products of all entries of two trees."""
+    return sum(jax.tree.leaves(jax.tree.map(lambda a, b: (a * b).sum(), left, right)))

@@ -155,7 +155,7 @@ def test_agrees_with_the_fast_form(name):
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, CASES))
 def test_has_derivatives_of_higher_order(name):
-    """Forward over reverse; the fast forms have custom derivatives of reverse mode."""
+    """Forward over reverse."""
     function, arrays, options = CASES[name]
     options = {**{n: a for n, a in arrays.items() if np.iscomplexobj(a)}, **options}
     arrays = {n: a for n, a in arrays.items() if n not in options}
@@ -198,7 +198,7 @@ def test_there_may_be_no_examples_or_no_tokens(batch, length):
 
 @pytest.mark.parametrize("name", ["mixture_of_mechanisms", "convolution_attention"])
 def test_mixers_inside_a_mixer_run_in_naive_forms_too(name):
-    """If they are made so: then forward mode works."""
+    """If they are made so."""
     softmax = {"name": "softmax", "implementation": "naive"}
     inner = {
         "mixture_of_mechanisms": {"mechanisms": (softmax, softmax)},

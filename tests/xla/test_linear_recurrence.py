@@ -347,13 +347,6 @@ def test_memory_is_linear_and_the_program_does_not_grow(decay, form):
     assert len(long.as_text()) < 1.02 * len(short.as_text())
 
 
-def test_forward_mode_says_what_to_use():
-    terms = draw_terms(5)
-    args = terms, draw_state(terms)
-    with pytest.raises(TypeError, match=r"reverse mode only .*use jax\.grad"):
-        jax.jvp(recurrence, args, args)
-
-
 def test_gradients_of_what_all_blocks_share_are_added_in_float32():
     """In bfloat16, the gradients of small blocks would be lost beside that of a large block."""
     ones = jnp.ones((33 * 64, 1, 1))

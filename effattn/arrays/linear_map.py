@@ -1,0 +1,168 @@
+"""Linear maps with a transpose of their own, and functions whose derivatives are such maps."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+# A map of `(known, linear)`, lists of arrays, to a list of arrays.
+Map = Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]]
+
+_linear = Primitive("effattn_linear_map")
+_linear.multiple_results = True
+
+
+def linear_map(
+    function: Map, transpose: Map, known: Sequence[jax.Array], linear: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Calls `function(known, linear)`, whose transpose in reverse mode is `transpose`.
+
+    Unlike `jax.custom_derivatives.linear_call`, the map can be batched, and differentiated in the
+    arrays that it knows: its derivatives are then those of `function` by JAX.
+
+    Args:
+      function: linear in its second argument.
+      transpose: `(known, cotangents) -> cotangents` of `linear`.
+      known: arrays that the two functions read.
+      linear: arrays in which the function is linear.
+    """
+
+    def flat(*arrays):
+        return list(function(list(arrays[: len(known)]), list(arrays[len(known) :])))
+
+    arrays = *known, *linear
+    return _linear.bind(
+        *arrays,
+        jaxpr=jax.make_jaxpr(flat)(*arrays),
+        function=function,
+        transpose=transpose,
+        known=len(known),
+    )
+
+
+def _called(*arrays, jaxpr, **_):
+    return jaxpr_as_fun(jaxpr)(*arrays)
+
+
+def _differentiated(primals, tangents, *, jaxpr, function, transpose, known):
+    results = _linear.bind(
+        *primals, jaxpr=jaxpr, function=function, transpose=transpose, known=known
+    )
+    zeros = [isinstance(tangent, ad.Zero) for tangent in tangents]
+    if all(zeros[:known]):
+        moving = [ad.instantiate_zeros(tangent) for tangent in tangents[known:]]
+        return results, linear_map(function, transpose, primals[:known], moving)
+    moving = [n for n, is_zero in enumerate(zeros) if not is_zero]
+
+    def of_moving(*some):
+        arrays = dict(enumerate(primals)) | dict(zip(moving, some, strict=True))
+        return jaxpr_as_fun(jaxpr)(*arrays.values())
+
+    both = [primals[n] for n in moving], [tangents[n] for n in moving]
+    return results, jax.jvp(of_moving, *both)[1]
+
+
+def _transposed(cotangents, *arrays, jaxpr, function, transpose, known):
+    cotangents = [ad.instantiate_zeros(each) for each in cotangents]
+    found = linear_map(transpose, function, arrays[:known], cotangents)
+    asked = map(ad.is_undefined_primal, arrays[known:])
+    return [None] * known + [x if ask else None for x, ask in zip(found, asked, strict=True)]
+
+
+def _batched(arrays, axes, *, jaxpr, function, transpose, known):
+    size = next(x.shape[a] for x, a in zip(arrays, axes, strict=True) if a is not None)
+    in_front = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(arrays, axes, strict=True)
+    ]
+    # Each cotangent has the axis, so each linear array needs it.
+    linear = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else x
+        for x, axis in list(zip(in_front, axes, strict=True))[known:]
+    ]
+    mapped = [None if axis is None else 0 for axis in axes[:known]]
+    each = functools.partial(jax.vmap, in_axes=(mapped, 0))
+    results = linear_map(each(function), each(transpose), in_front[:known], linear)
+    return results, [0] * len(results)
+
+
+_linear.def_impl(_called)
+_linear.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+ad.primitive_jvps[_linear] = _differentiated
+ad.primitive_transposes[_linear] = _transposed
+batching.primitive_batchers[_linear] = _batched
+mlir.register_lowering(_linear, mlir.lower_fun(_called, multiple_results=True))
+
+
+def with_derivatives(
+    function: Callable[..., Any],
+    forward: Callable[..., tuple[Any, Any]],
+    backward: Callable[..., Any],
+    plain: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """The function with a backward pass of its own, and with JAX's derivatives in forward mode.
+
+    Args:
+      function: `(static, *operands) -> results`, floating-point arrays.
+      forward: `(static, *operands) -> (results, residuals)`.
+      backward: `(static, residuals, cotangents) -> gradients of the operands`, with None for a
+        subtree without gradients.
+      plain: a form of the function that JAX can differentiate in forward mode. Default: the
+        function itself.
+    """
+    plain = function if plain is None else plain
+    run = jax.custom_jvp(function, nondiff_argnums=(0,))
+
+    def jvp(static, operands, tangents):
+        results, residuals = forward(static, *operands)
+        leaves, structure = jax.tree.flatten(operands)
+        is_zero = [isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(tangents)]
+        moving = [n for n, zero in enumerate(is_zero) if not zero]
+        known, of_known = jax.tree.flatten((leaves, residuals))
+        outputs, of_outputs = jax.tree.flatten(results)
+
+        def along(known, tangents):
+            leaves, _ = jax.tree.unflatten(of_known, known)
+
+            def of_moving(*some):
+                arrays = dict(enumerate(leaves)) | dict(zip(moving, some, strict=True))
+                return plain(static, *jax.tree.unflatten(structure, arrays.values()))
+
+            given = tuple(leaves[n] for n in moving)
+            return jax.tree.leaves(jax.jvp(of_moving, given, tuple(tangents))[1])
+
+        def back(known, cotangents):
+            leaves, residuals = jax.tree.unflatten(of_known, known)
+            found = backward(static, residuals, jax.tree.unflatten(of_outputs, cotangents))
+            found = _leaf_by_leaf(found, jax.tree.unflatten(structure, leaves))
+            return [jnp.zeros_like(leaves[n]) if found[n] is None else found[n] for n in moving]
+
+        if not moving:
+            return results, jax.tree.map(jnp.zeros_like, results)
+        given = [jax.tree.leaves(tangents)[n] for n in moving]
+        return results, jax.tree.unflatten(of_outputs, linear_map(along, back, known, given))
+
+    run.defjvp(jvp, symbolic_zeros=True)
+    return run
+
+
+def _leaf_by_leaf(gradients, operands):
+    """Gradient of each leaf of the operands; None below a subtree of the gradients that is None."""
+
+    def below(gradient, operand):
+        return _Leaves([gradient] * len(jax.tree.leaves(operand)))
+
+    found = jax.tree.map(below, gradients, operands, is_leaf=lambda x: x is None)
+    return [gradient for each in jax.tree.leaves(found) for gradient in each.gradients]
+
+
+class _Leaves:
+    """A leaf of a pytree that holds the gradients of several."""
+
+    def __init__(self, gradients: list[Any]):
+        self.gradients = gradients
