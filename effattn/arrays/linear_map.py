@@ -23,7 +23,8 @@ def linear_map(
     """Calls `function(known, linear)`, whose transpose in reverse mode is `transpose`.
 
     Unlike `jax.custom_derivatives.linear_call`, the map can be batched, and differentiated in the
-    arrays that it knows: its derivatives are then those of `function` by JAX.
+    arrays that it knows: its derivatives are then those of `function` by JAX. The derivatives of
+    `transpose` are its own too.
 
     Args:
       function: linear in its second argument.
@@ -69,7 +70,7 @@ def _differentiated(primals, tangents, *, jaxpr, function, transpose, known):
 
 def _transposed(cotangents, *arrays, jaxpr, function, transpose, known):
     cotangents = [ad.instantiate_zeros(each) for each in cotangents]
-    found = linear_map(transpose, function, arrays[:known], cotangents)
+    found = transpose(list(arrays[:known]), cotangents)
     asked = map(ad.is_undefined_primal, arrays[known:])
     return [None] * known + [x if ask else None for x, ask in zip(found, asked, strict=True)]
 
