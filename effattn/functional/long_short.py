@@ -12,7 +12,7 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import lead, shifted
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention, document_blocks, folding
@@ -302,20 +302,23 @@ def _attend_slots_of_documents(settings, scores, query, key, value, given: atten
     blocks, of_queries, of_keys = document_blocks.moved(given, size, length)
     query, key, value, scores = map(blocks.gather, (query, key, value, scores))
     fold = functools.partial(folding.fold, size=size, axis=axis)
-    is_key = blocks.is_main & (of_keys != 0)
+    is_key, ids = document_blocks.main_keys(blocks, row_ids, of_keys)
     projected = project(fold(scores), fold(key), fold(value), fold(is_key), given.precision)
     count = blocks.first.shape[-1]
     keys, values = (
         normalise(folding.unfold(x, count * slots, axis), settings.slot_norm) for x in projected
     )
-    # The first token of a block belongs to its main document.
-    ids = jnp.where(fold(is_key).any(-1), fold(blocks.gather_ids(row_ids))[..., 0], 0)
     at = length + (fold(blocks.token)[..., :1] // size) * slots
-    at = (at + lead(jnp.arange(slots, dtype=jnp.int32), at.ndim)).reshape(
-        *ids.shape[:-1], count * slots
-    )
-    of_slots = document_blocks.attend_earlier(
-        blocks, (of_queries, ids), query, keys, values, given, at
+    at = (at + lead(jnp.arange(slots, dtype=jnp.int32), at.ndim)).reshape(*ids.shape[:-1], -1)
+    of_slots = document_blocks.attend_slots(
+        blocks,
+        (of_queries, jnp.repeat(ids, slots, -1)),
+        query,
+        keys,
+        values,
+        given,
+        at,
+        document_blocks.earlier(blocks),
     )
     return tuple(map(blocks.gather_back, of_slots))
 
@@ -333,7 +336,7 @@ def _attend_windows(size: int, query, key, value, given: attention.Arguments):
         own = folding.fold(array, size, axis)
         before = jax.lax.slice_in_dim(own, size - half, size, axis=axis + 1)
         after = jax.lax.slice_in_dim(own, 0, half, axis=axis + 1)
-        return jnp.concatenate([_move(before, 1, axis), own, _move(after, -1, axis)], axis + 1)
+        return jnp.concatenate([shifted(before, 1, axis), own, shifted(after, -1, axis)], axis + 1)
 
     start = size * jnp.arange(blocks) - half
     at = lead(positions_from(start, half + size + half), axis + 2)
@@ -348,13 +351,6 @@ def _attend_windows(size: int, query, key, value, given: attention.Arguments):
     query = folding.fold(query, size, axis)
     out, lse = attention.attend(query, with_sides(key), with_sides(value), folded)
     return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
-
-
-def _move(array: jax.Array, by: int, axis: int) -> jax.Array:
-    """Shifts an array along an axis and fills with zeros."""
-    padding = [(0, 0, 0)] * array.ndim
-    padding[axis] = (by, -by, 0)
-    return jax.lax.pad(array, jnp.zeros((), array.dtype), padding)
 
 
 @functools.cache
