@@ -459,7 +459,6 @@ FUNCTIONS = {
             "scores": {"window_size": 4, "slot_scores": normal(17, 2, 3)},
         },
         module={"window_size": 3, "segment_size": 4, "num_projected": 2},
-        bidirectional_and_segments=False,
     ),
     "nystrom": Tiled(
         variants={

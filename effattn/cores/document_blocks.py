@@ -63,6 +63,36 @@ class Blocks(NamedTuple):
         return jnp.where(self.is_token, moved, 0)
 
 
+class Reach(NamedTuple):
+    """Keys of packed documents whose tokens are in blocks.
+
+    Attributes:
+      counts: int32 `(*B, n)`, keys of the main document in each block.
+      first, last: int32 `(*B, T)`, places of the first and last key of each token's document.
+    """
+
+    counts: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+
+def reach_of(blocks: Blocks, segment_ids: jax.Array, lengths: jax.Array | None) -> Reach:
+    """The reach of documents in blocks, for `segment_ids (*B, T)` and key lengths `(*B)`."""
+    length = segment_ids.shape[-1]
+    size = blocks.token.shape[-1] // blocks.first.shape[-1]
+    token = lead(jnp.arange(length, dtype=jnp.int32), segment_ids.ndim)
+    inside = positions_from_segment_ids(segment_ids)
+    last = length - 1 if lengths is None else jnp.minimum(lengths, length)[..., None] - 1
+    present = (segment_ids != 0) & (token <= last)
+    is_key = blocks.gather_ids(present.astype(jnp.int32)) * blocks.is_main
+    first = blocks.place - inside
+    return Reach(
+        counts=is_key.reshape(*blocks.first.shape, size).sum(-1, dtype=jnp.int32),
+        first=first,
+        last=first + last - (token - inside),
+    )
+
+
 def number_of_blocks(length: int, size: int) -> int:
     """The largest number of blocks of `size` tokens for documents in `length` tokens."""
     return max(2 * ((length - 1) // (size + 1)) + 1, 2 * (length // (size + 1)))
