@@ -445,7 +445,10 @@ FUNCTIONS = {
         module={"mini_batch_size": 4},
     ),
     "rwkv7": Recurrent(arguments=removals, decays=frozenset({"log_decay"})),
-    "linformer": Tiled(variants={"": projections((7,), 17), "by head": projections((2, 6), 19)}),
+    "linformer": Tiled(
+        variants={"": projections((7,), 17), "by head": projections((2, 6), 19)},
+        cross_and_segments=False,
+    ),
     "block_linformer": Tiled(
         variants={
             "": in_float32(projections((2,), 4)),

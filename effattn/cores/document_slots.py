@@ -76,7 +76,7 @@ document_sums.defvjp(_sums_fwd, _sums_bwd)
 def softmax_over_documents(scores: jax.Array, ids: jax.Array, present: jax.Array) -> jax.Array:
     """Softmax of `scores (*B, T, K, r)` over the present tokens of each document."""
     present = present[..., None]
-    flat = scores.reshape(*scores.shape[:-2], -1)
+    flat = lax.collapse(scores, scores.ndim - 2)
     largest = maxima_of_documents(jnp.where(present, flat, dtypes.lowest(flat.dtype)), ids)
     weights = jnp.where(present, jnp.exp(jnp.where(present, flat - largest, 0)), 0)
     total = document_sums(weights, ids)
@@ -103,8 +103,8 @@ def attend(
         0 for tokens that are not present.
       ids: int `(*B, T)`; a document is a contiguous run of equal ids.
       present: bool `(*B, T)`. A document without present tokens has no slots.
-      query: `(*B, T, N, H)`.
-      key: `(*B, T, K, H)`, zeros where no token is present.
+      query: `(*B, T, N, H)`, zeros in the padding.
+      key: `(*B, T, K, H)`, likewise.
       value: `(*B, T, K, Hv)`, likewise.
       given: the checked arguments. Direction, lengths and segments are not read.
       at: int32 `(*B, T)`, for dropout: the position of the first slot of each token.
@@ -120,7 +120,7 @@ def attend(
 
     def slot(weight, x):
         """The slot of each token's document, `(*B, T, K, H)`."""
-        sums = (weight[..., None] * x.astype(dtype)).reshape(*batch, length, -1)
+        sums = lax.collapse(weight[..., None] * x.astype(dtype), x.ndim - 2)
         return norm(document_sums(sums, ids).reshape(x.shape).astype(x.dtype)).astype(dtype)
 
     @jax.checkpoint
@@ -149,7 +149,7 @@ def attend(
     zero = jnp.zeros((*shares.shape[1:], value.shape[-1]), dtype)
     zero = mesh_axes.vary_like(shares, zero)
     out, _ = lax.scan(add, zero, (shares, of_values))
-    out = out.reshape(*batch, length, heads, -1).astype(value.dtype)
+    out = out.reshape(*batch, length, heads, value.shape[-1]).astype(value.dtype)
     has_keys = document_sums(present[..., None].astype(dtype), ids)[..., 0] > 0
     return attention.clear_rows(out, lse.reshape(*batch, length, heads), has_keys)
 

@@ -22,11 +22,7 @@ def attend(
     Documents are moved so that each segment of a document with several segments is a block. All
     levels have an entry for each block, for the unit that would begin there.
     """
-    if sequence_parts.current() is not None:
-        raise ValueError(
-            "segment_ids need whole rows, because a document begins a segment, got a part of a row "
-            "on each device; leave segment_ids out, or call exchange_heads"
-        )
+    sequence_parts.check_whole_rows("segment")
     assert given.segments is not None
     length, axis = query.shape[-3], query.ndim - 3
     blocks, of_queries, of_keys = document_blocks.moved(given, sizes.segment, length)

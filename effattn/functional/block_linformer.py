@@ -177,11 +177,7 @@ def _attend(projections, query, key, value, given: attention.Arguments):
 
 def _attend_packed(projections, query, key, value, given: attention.Arguments):
     """Attends within documents, which are moved so that each begins a block."""
-    if sequence_parts.current() is not None:
-        raise ValueError(
-            "segment_ids need whole rows, because a document begins a block, got a part of a row "
-            "on each device; leave segment_ids out, or call exchange_heads"
-        )
+    sequence_parts.check_whole_rows("block")
     assert given.segments is not None
     row_ids = given.segments[0]
     slots, size = projections[0].shape[-2:]

@@ -117,9 +117,10 @@ def learned_block_attention(
     )
 
     def run(query, key, value, selection_query, selection_key, lengths, ids, scale):
-        heads, sums, *at = _placed(size, (query, key, value), selection_key, lengths, ids)
+        heads, sums, at = _placed(size, (query, key, value), selection_key, lengths, ids)
         blocks, gates = choose(size, top_k, selection_query, sums, *at)
-        return attend(size, given.precision, *heads, blocks, gates, scale, *at)
+        arrays = *heads, blocks, gates, scale, *at
+        return attend(size, given.precision, *arrays)
 
     with jax.named_scope(name), reverse_mode.only("block selection", "a dense form of it"):
         *axes, _ = mesh_axes.spec(heads[0])
@@ -183,12 +184,12 @@ def sampled_block_attention(
     )
 
     def run(heads, selection, lengths, ids, scale, rng):
-        heads, sums, *at = _placed(size, heads, selection[1], lengths, ids)
+        heads, sums, at = _placed(size, heads, selection[1], lengths, ids)
         rngs = jax.random.split(rng, (*heads[1].shape[:-3], heads[1].shape[-2]))
         blocks, logs = sample(size, top_k, selection[0], rngs, sums, *at)
         no_gates = jnp.zeros(blocks.shape, logs.dtype)
-        out, _ = attend(size, given.precision, *heads, blocks, no_gates, scale, *at)
-        return out, logs
+        arrays = *heads, blocks, no_gates, scale, *at
+        return attend(size, given.precision, *arrays)[0], logs
 
     with jax.named_scope(name), reverse_mode.only("block selection", "a dense form of it"):
         *axes, _ = mesh_axes.spec(heads[0])
@@ -219,12 +220,12 @@ def _checked(name, heads, selection, block_size, top_k, options):
     return given, size, top_k, heads, selection
 
 
-def _placed(size, heads, selection_key, lengths, ids):
+def _placed(size, heads, selection_key, lengths, ids) -> tuple[Any, jax.Array, Any]:
     """The heads, with keys and values at their places, and what `choose` needs of blocks.
 
     Returns:
-      The heads, the sums of blocks, the positions of the queries, int32 `(*B, T)`, the number of
-      valid places, int32 `(*B)`, and the reach of packed documents, or None.
+      The heads; the sums of blocks; and the positions of the queries, int32 `(*B, T)`, the number
+      of valid places, int32 `(*B)`, and the reach of packed documents, or None.
     """
     query, key, value = heads
     length, batch = query.shape[-3], query.shape[:-3]
@@ -232,13 +233,13 @@ def _placed(size, heads, selection_key, lengths, ids):
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), query.shape[:-2])
         limits = jnp.full(batch, length, jnp.int32)
         limits = limits if lengths is None else jnp.minimum(lengths, limits)
-        return heads, block_sums(selection_key, size), positions, limits, None
+        return heads, block_sums(selection_key, size), (positions, limits, None)
     blocks = document_blocks.blocks_of(ids, size)
     reach = document_blocks.reach_of(blocks, ids, lengths)
     heads = query, blocks.gather(key), blocks.gather(value)
     of_main = jnp.where(blocks.is_main[..., None, None], blocks.gather(selection_key), 0)
     limits = jnp.full(batch, blocks.token.shape[-1], jnp.int32)
-    return heads, block_sums(of_main, size), blocks.place, limits, reach
+    return heads, block_sums(of_main, size), (blocks.place, limits, reach)
 
 
 def block_sums(keys: jax.Array, size: int) -> jax.Array:

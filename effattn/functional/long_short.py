@@ -335,6 +335,7 @@ def _attend_slots_of_segments(settings, scores, query, key, value, given, presen
     token = lead(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.ndim)
     begin = token - place % size  # the first token of the segment
     weights = document_slots.softmax_over_documents(scores, begin, present)
+    query, key, value = attention.without_padding(query, key, value, given)
     out, lse = document_slots.attend(
         (weights, weights),
         begin,
