@@ -470,6 +470,7 @@ FUNCTIONS = {
             "more landmarks than queries": {"num_landmarks": 9},
         },
         self_attention=frozenset({"skip"}),
+        cross_and_segments=False,
         mixes_queries=True,  # landmarks are means of queries
         least_tokens=4,
     ),
