@@ -445,7 +445,10 @@ FUNCTIONS = {
         module={"mini_batch_size": 4},
     ),
     "rwkv7": Recurrent(arguments=removals, decays=frozenset({"log_decay"})),
-    "linformer": Tiled(variants={"": projections((7,), 17), "by head": projections((2, 6), 19)}),
+    "linformer": Tiled(
+        variants={"": projections((7,), 17), "by head": projections((2, 6), 19)},
+        cross_and_segments=False,
+    ),
     "block_linformer": Tiled(
         variants={
             "": in_float32(projections((2,), 4)),
@@ -459,7 +462,6 @@ FUNCTIONS = {
             "scores": {"window_size": 4, "slot_scores": normal(17, 2, 3)},
         },
         module={"window_size": 3, "segment_size": 4, "num_projected": 2},
-        bidirectional_and_segments=False,
     ),
     "nystrom": Tiled(
         variants={
@@ -468,6 +470,7 @@ FUNCTIONS = {
             "more landmarks than queries": {"num_landmarks": 9},
         },
         self_attention=frozenset({"skip"}),
+        cross_and_segments=False,
         mixes_queries=True,  # landmarks are means of queries
         least_tokens=4,
     ),

@@ -252,7 +252,7 @@ def attend(
     run = mesh_axes.placed(functools.partial(core, config), query, *specs)
     out, lse = run(operands, *(given.results or ()))
     if given.sink is not None:
-        out, lse = _with_sink(out, lse, given.sink)
+        out, lse = with_sink(out, lse, given.sink)
     return clear_rows(out, lse, query_mask)
 
 
@@ -348,7 +348,7 @@ def _split_heads(array, by_group):
     return array.reshape(*batch, *(by_group if heads > 1 else (1, 1)), queries, keys)
 
 
-def _with_sink(out, lse, sink):
+def with_sink(out: jax.Array, lse: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Adds the sink to the softmax: one more logit, whose value is zero."""
     sink = jnp.broadcast_to(sink.astype(lse.dtype), lse.shape)
     return combine((out, jnp.zeros_like(out)), (lse, sink))

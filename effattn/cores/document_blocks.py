@@ -14,7 +14,7 @@ from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.gathers import permute
 from effattn.arrays.segments import positions_from_segment_ids, within
-from effattn.cores import attention
+from effattn.cores import attention, folding
 from effattn.patterns import Causal
 from effattn.patterns.layouts import BlockLayout
 
@@ -61,6 +61,36 @@ class Blocks(NamedTuple):
         """Moves ids `(*B, T)` to their places; 0 at empty places."""
         moved = jnp.take_along_axis(ids, self.token, -1, mode="clip")
         return jnp.where(self.is_token, moved, 0)
+
+
+class Reach(NamedTuple):
+    """Keys of packed documents whose tokens are in blocks.
+
+    Attributes:
+      counts: int32 `(*B, n)`, keys of the main document in each block.
+      first, last: int32 `(*B, T)`, places of the first and last key of each token's document.
+    """
+
+    counts: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+
+def reach_of(blocks: Blocks, segment_ids: jax.Array, lengths: jax.Array | None) -> Reach:
+    """The reach of documents in blocks, for `segment_ids (*B, T)` and key lengths `(*B)`."""
+    length = segment_ids.shape[-1]
+    size = blocks.token.shape[-1] // blocks.first.shape[-1]
+    token = lead(jnp.arange(length, dtype=jnp.int32), segment_ids.ndim)
+    inside = positions_from_segment_ids(segment_ids)
+    last = length - 1 if lengths is None else jnp.minimum(lengths, length)[..., None] - 1
+    present = (segment_ids != 0) & (token <= last)
+    is_key = blocks.gather_ids(present.astype(jnp.int32)) * blocks.is_main
+    first = blocks.place - inside
+    return Reach(
+        counts=is_key.reshape(*blocks.first.shape, size).sum(-1, dtype=jnp.int32),
+        first=first,
+        last=first + last - (token - inside),
+    )
 
 
 def number_of_blocks(length: int, size: int) -> int:
@@ -162,10 +192,7 @@ def attend(
     size = min(size, query.shape[-3])  # no document has more tokens
     blocks, of_queries, of_keys = moved(given, size, query.shape[-3])
     m, number = _numbers(blocks, of_keys, size)
-    by_row, by_column = (lambda x: x[..., None, :, None]), (lambda x: x[..., None, None, :])
-    first = jnp.where(blocks.is_used, blocks.first, -1)
-    is_pair = (by_row(first) == by_column(first)) & by_row(blocks.is_used)
-    is_pair &= allowed(by_row(m), by_column(m), by_row(number))
+    is_pair = same_document(blocks) & allowed(_by_row(m), _by_column(m), _by_row(number))
     own = lead(jnp.arange(m.shape[-1], dtype=jnp.int32), m.ndim)
     places = blocks.token.shape[-1]
     needs_positions = given.score_mod is not None or given.dropout_rate
@@ -182,8 +209,8 @@ def attend(
         """Attends over pairs of blocks, from and to the tokens that are kept."""
         full, rule = None, None
         if given.is_causal:
-            full, rule = is_pair & (by_column(own) < by_row(own)), Causal()
-            is_pair = is_pair & (by_column(own) <= by_row(own))
+            full, rule = is_pair & (_by_column(own) < _by_row(own)), Causal()
+            is_pair = is_pair & (_by_column(own) <= _by_row(own))
         layout = BlockLayout.from_block_mask(
             is_pair, tile=(size, size), lengths=(places, places), full=full
         )
@@ -196,7 +223,7 @@ def attend(
     else:
         # Documents that share a block with the main document of the block are their first block.
         is_main = blocks.is_main[..., None]
-        other = (by_row(own) == by_column(own)) & jnp.asarray(first_block)[:, None, None]
+        other = (_by_row(own) == _by_column(own)) & jnp.asarray(first_block)[:, None, None]
         other = jnp.broadcast_to(other, jnp.broadcast_shapes(other.shape, is_pair.shape))
         out_of_main, lse_of_main = over(is_pair, blocks.is_main)
         out, lse = over(other, ~blocks.is_main)
@@ -205,7 +232,63 @@ def attend(
     return blocks.gather_back(out), blocks.gather_back(lse)
 
 
-def attend_earlier(
+def attend_inside(
+    blocks: Blocks,
+    ids: tuple[jax.Array, jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    given: attention.Arguments,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention inside each block of b tokens, to tokens of the own document.
+
+    Args:
+      blocks: n blocks of b tokens.
+      ids: segment ids of queries and of keys, `(*B, n b)` each.
+      query: `(*B, n b, N, H)`.
+      key: `(*B, n b, K, H)`.
+      value: `(*B, n b, K, Hv)`.
+      given: the checked arguments.
+    """
+    count, places, axis = blocks.first.shape[-1], blocks.token.shape[-1], query.ndim - 3
+    fold = functools.partial(folding.fold, size=places // count, axis=axis)
+    tokens = fold(blocks.token)
+    inside = dataclasses.replace(
+        given,
+        query_lengths=None,
+        key_lengths=None,
+        segments=(fold(ids[0]), fold(ids[1])),
+        positions=(tokens, tokens) if given.dropout_rate else None,
+        origin=folding.example_of_blocks(count) if given.dropout_rate else None,
+    )
+    found = attention.attend(fold(query), fold(key), fold(value), inside)
+    out, lse = (folding.unfold(x, places, axis) for x in found)
+    return out, lse
+
+
+def main_keys(
+    blocks: Blocks, row_ids: jax.Array, of_keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The keys of the main document of each block, and its segment id.
+
+    Args:
+      blocks: n blocks of b tokens.
+      row_ids: segment ids of the tokens `(*B, T)`.
+      of_keys: segment ids of the keys at their places, `(*B, n b)`, 0 for padding.
+
+    Returns:
+      Bool `(*B, n b)`, and ids `(*B, n)`, 0 for blocks without such keys.
+    """
+    count, axis = blocks.first.shape[-1], of_keys.ndim - 1
+    size = of_keys.shape[-1] // count
+    is_key = blocks.is_main & (of_keys != 0)
+    has_keys = folding.fold(is_key, size, axis).any(-1)
+    # The first token of a block belongs to its main document.
+    ids = folding.fold(blocks.gather_ids(row_ids), size, axis)[..., 0]
+    return is_key, jnp.where(has_keys, ids, 0)
+
+
+def attend_slots(
     blocks: Blocks,
     ids: tuple[jax.Array, jax.Array],
     query: jax.Array,
@@ -213,27 +296,26 @@ def attend_earlier(
     values: jax.Array,
     given: attention.Arguments,
     at: jax.Array,
+    is_pair: jax.Array | np.ndarray,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention to r slots of each earlier block of the document.
+    """Attention to r slots of each block of the document.
 
     Args:
       blocks: n blocks of b tokens.
-      ids: segment ids of queries `(*B, n b)`, and those of the slots of blocks, `(*B, n)`.
+      ids: segment ids of queries `(*B, n b)`, and those of slots, `(*B, n r)`.
       query: `(*B, n b, N, H)`.
       keys: `(*B, n r, K, H)`.
       values: `(*B, n r, K, Hv)`.
       given: the checked arguments.
-      at: int32 `(*B, n r)`, positions of the slots for dropout.
+      at: int32 `(*B, n r)`, positions of the slots for dropout and `given.score_mod`.
+      is_pair: bool `(n, n)` or `(*B, 1, n, n)`, whether queries of a block attend to the slots of
+        another block, if both are of one document.
     """
-    of_queries, of_blocks = ids
-    count, places = of_blocks.shape[-1], of_queries.shape[-1]
-    slots = keys.shape[-3] // count
-    number = np.arange(count)
+    count, places, slots = blocks.first.shape[-1], query.shape[-3], keys.shape[-3]
     layout = BlockLayout.from_block_mask(
-        number[:, None] > number,
-        tile=(places // count, slots),
-        lengths=(places, count * slots),
+        is_pair, tile=(places // count, slots // count), lengths=(places, slots)
     )
+    needs_positions = given.score_mod is not None or given.dropout_rate
     part = dataclasses.replace(
         given,
         is_causal=False,
@@ -242,10 +324,29 @@ def attend_earlier(
         query_lengths=None,
         key_lengths=None,
         layout=layout,
-        segments=(of_queries, jnp.repeat(of_blocks, slots, -1)),
-        positions=(blocks.token, at) if given.dropout_rate else None,
+        segments=ids,
+        positions=(blocks.token, at) if needs_positions else None,
     )
     return attention.attend(query, keys, values, part)
+
+
+def earlier(blocks: Blocks) -> np.ndarray:
+    """The pairs of a block and an earlier block, bool `(n, n)`."""
+    return np.tri(blocks.first.shape[-1], k=-1, dtype=bool)
+
+
+def same_document(blocks: Blocks) -> jax.Array:
+    """The pairs of blocks of one main document, bool `(*B, 1, n, n)`."""
+    first = jnp.where(blocks.is_used, blocks.first, -1)
+    return (_by_row(first) == _by_column(first)) & _by_row(blocks.is_used)
+
+
+def _by_row(x):
+    return x[..., None, :, None]
+
+
+def _by_column(x):
+    return x[..., None, None, :]
 
 
 def _numbers(blocks, key_ids, size):

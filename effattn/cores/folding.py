@@ -83,3 +83,9 @@ def origin_of_blocks(blocks: int, size: int):
         return b // blocks, h, start + i, start + j
 
     return origin
+
+
+@functools.cache
+def example_of_blocks(blocks: int):
+    """Function that maps block indices to examples, for `Arguments.origin` with positions."""
+    return lambda b, h, i, j: (b // blocks, h, i, j)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +128,41 @@ def compressed_blocks(
     return results[0], results[1]
 
 
+class Documents(NamedTuple):
+    """Packed documents, with copies of keys and values at the places of `document_blocks`.
+
+    Attributes:
+      key: `(*B, P, K, H)`, in blocks of b tokens.
+      value: `(*B, P, K, Hv)`.
+      ids: int `(*B, T)`, segment ids.
+      begin: int32 `(*B, T)`, the first token of each token's document.
+      place: int32 `(*B, T)`, the place of each token.
+      first, last: int32 `(*B, T)`, the first and last place of keys of each token's document.
+      ends: int32 `(*B, M)`, the last token of each compressed block; T for no block.
+      strides: int32 `(*B, n, b / d)`, for each stride of each block, the compressed block that
+        begins there.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    ids: jax.Array
+    begin: jax.Array
+    place: jax.Array
+    first: jax.Array
+    last: jax.Array
+    ends: jax.Array
+    strides: jax.Array
+
+
+class _Queries(NamedTuple):
+    """Int32 `(T,)` each: the first and last key that a query may see, its block, and the first."""
+
+    begin: jax.Array
+    last: jax.Array
+    own: jax.Array
+    first: jax.Array
+
+
 def attend(
     settings: Settings,
     heads: tuple[jax.Array, jax.Array, jax.Array],
@@ -135,6 +170,7 @@ def attend(
     gates: jax.Array,
     offset: int | jax.Array,
     limits: jax.Array,
+    documents: Documents | None = None,
     **options: Any,
 ) -> jax.Array:
     """The gated sum of the three branches.
@@ -148,6 +184,7 @@ def attend(
       gates: `(*B, T, N, 3)`.
       offset: position of the first query among the keys: 0, or int32 `(B,)` for *B = (B,).
       limits: int32 `(*B)`, valid keys.
+      documents: packed documents, with offset 0; None for one document a row.
       **options: scale, precision and implementation: see `chosen_blocks.attend_causal`.
 
     Returns:
@@ -158,10 +195,15 @@ def attend(
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
     *batch, length, count, _ = query.shape
     positions = None if isinstance(offset, int) else positions_from(offset, length)
+    of_blocks, reach = (key, value), None
+    if documents is not None:
+        of_blocks, positions = documents[:2], documents.place
+        reach = documents.first, documents.last
+        documents = documents._replace(key=None, value=None)  # type: ignore[arg-type]
 
-    def head(query, key, value, keys, values, limit, positions):
+    def head(query, key, value, keys, values, limit, positions, reach, documents):
         first, blocks = _attend_compressed_parts(
-            settings, (query, keys, values), positions, limit, len(key), options
+            settings, (query, keys, values), positions, limit, len(key), documents, options
         )
         second, _ = chosen_blocks.attend_causal(
             _NAME,
@@ -169,22 +211,24 @@ def attend(
             key,
             value,
             blocks,
-            limit,
+            limit if documents is None else jnp.int32(len(key)),
             positions,
+            reach,
             block_size=settings.block,
             **options,
         )
         return first, second
 
     # Map over key heads, then over batch dimensions.
-    head = jax.vmap(head, (-3, -2, -2, -2, -2, None, None), -3)
+    head = jax.vmap(head, (-3, *[-2] * 4, *[None] * 4), -3)
     for _ in batch:
         head = jax.vmap(head)
     groups = query.reshape(*batch, length, key.shape[-2], count // key.shape[-2], -1)
-    outs = head(groups, key, value, *compressed, limits, positions)
+    outs = head(groups, *of_blocks, *compressed, limits, positions, reach, documents)
     first, second = (out.reshape(*batch, length, count, value.shape[-1]) for out in outs)
 
-    third = _attend_window(settings, heads, offset, limits, options)
+    ids = None if documents is None else documents.ids
+    third = _attend_window(settings, heads, offset, limits, ids, options)
 
     wide = dtypes.wide(query, value)
     parts = (first, second, third)
@@ -192,10 +236,10 @@ def attend(
     return functools.reduce(jnp.add, mixed).astype(value.dtype)
 
 
-def _attend_window(settings: Settings, heads, offset, limits, options):
+def _attend_window(settings: Settings, heads, offset, limits, ids, options):
     """The branch of the window, `(*B, T, N, Hv)`."""
     query, key, value = heads
-    known = {"key_value_seq_lengths": limits}
+    known = {"key_value_seq_lengths": limits, "segment_ids": ids}
     if not isinstance(offset, int):
         # Queries at other positions in each row: gather the keys around them.
         before = min(settings.window - 1, key.shape[-3])
@@ -219,31 +263,50 @@ def _attend_window(settings: Settings, heads, offset, limits, options):
     return attention.attend(query, key, value, given)[0]
 
 
-def _attend_compressed_parts(settings: Settings, heads, positions, limit, length, options):
+def _attend_compressed_parts(settings: Settings, heads, places, limit, length, documents, options):
     """`_attend_compressed` in parts of a sequence, each without the later compressed blocks."""
     query, keys, values = heads
-    if positions is not None:
-        last = jnp.minimum(positions, limit - 1)
-        return _attend_compressed(settings, heads, positions, last, length, options)
+    blocks = -(-length // settings.block)
+    attend = functools.partial(_attend_compressed, settings, blocks, options=options)
+    if documents is not None:
+        token = jnp.arange(len(query), dtype=jnp.int32)
+        at = _Queries(
+            documents.begin,
+            jnp.minimum(token, limit - 1),
+            places // settings.block,
+            documents.first // settings.block,
+        )
+        return attend(heads, at, documents.ends, documents.strides)
+
+    def queries(positions):
+        zero = jnp.zeros_like(positions)
+        own = positions // settings.block
+        return _Queries(zero, jnp.minimum(positions, limit - 1), own, zero)
+
+    if places is not None:
+        return attend(heads, queries(places), settings.ends(len(keys)))
     size = max(-(-len(query) // _PARTS), _QUERIES)
     found = []
     for start in range(0, len(query), size):
         stop = min(start + size, len(query))
-        at, seen = jnp.arange(start, stop, dtype=jnp.int32), max(settings.count(stop), 0)
-        part, last = (query[start:stop], keys[:seen], values[:seen]), jnp.minimum(at, limit - 1)
-        found.append(_attend_compressed(settings, part, at, last, length, options))
+        token, seen = jnp.arange(start, stop, dtype=jnp.int32), max(settings.count(stop), 0)
+        part = query[start:stop], keys[:seen], values[:seen]
+        found.append(attend(part, queries(token), settings.ends(seen)))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
-def _attend_compressed(settings: Settings, heads, positions, last, length, options):
+def _attend_compressed(
+    settings: Settings, count, heads, at: _Queries, ends, strides=None, *, options
+):
     """The branch of compressed blocks for a key head, and the blocks that it selects.
 
     Args:
       settings: the sizes.
+      count: n, blocks that can be selected.
       heads: query `(T, G, H)`, compressed keys `(M, H)` and values `(M, Hv)`.
-      positions: int32 `(T,)`, positions of the queries.
-      last: int32 `(T,)`, the last key that each query may see.
-      length: number of keys.
+      at: places of the queries.
+      ends: int32 `(M,)`, the last token of each compressed block.
+      strides: int32 `(n, b / d)`, as in `Documents`; None for one document.
       options: scale and precision, among others.
 
     Returns:
@@ -251,9 +314,9 @@ def _attend_compressed(settings: Settings, heads, positions, last, length, optio
       `(T, n - 1)`, -1 for none.
     """
     query, keys, values = heads
-    wide, ends = dtypes.wide(query, values), settings.ends(len(keys))
+    wide = dtypes.wide(query, values)
     lowest = dtypes.lowest(wide)
-    n = jnp.arange(-(-length // settings.block), dtype=jnp.int32)[None]
+    n = jnp.arange(count, dtype=jnp.int32)[None]
 
     def product(formula, left, right):
         einsum = functools.partial(jnp.einsum, formula, precision=options["precision"])
@@ -261,30 +324,42 @@ def _attend_compressed(settings: Settings, heads, positions, last, length, optio
 
     @jax.checkpoint
     def tile(x):
-        query, positions, last = x
-        is_seen = (ends[None] <= last[:, None])[:, None]
+        query, at = x
+        begin, last, own, first = (number[:, None] for number in at)
+        is_seen = ((ends[None] >= begin) & (ends[None] <= last))[:, None]
         logits = jnp.where(is_seen, options["scale"] * product("tgh,mh->tgm", query, keys), lowest)
         largest = lax.stop_gradient(logits.max(-1, keepdims=True, initial=lowest))
         weights = jnp.where(is_seen, jnp.exp(logits - largest), 0)
         total = weights.sum(-1, keepdims=True)
         weights = weights / jnp.where(total == 0, 1, total)
 
-        scores = _of_blocks(settings, lax.stop_gradient(weights).sum(1), n.shape[1])
-        own = positions[:, None] // settings.block
-        always = (n == 0) | (n == own - 1)
-        scores = jnp.where(n >= own, lowest, jnp.where(always, -lowest, scores))
+        of_strides = _of_strides(settings, lax.stop_gradient(weights).sum(1))
+        if strides is None:
+            scores = _of_blocks(settings, of_strides, count)
+        else:
+            scores = of_strides.at[:, strides].get(mode="fill", fill_value=0).sum(-1)
+        always = (n == first) | (n == own - 1)
+        is_past = (n >= first) & (n < own)
+        scores = jnp.where(is_past, jnp.where(always, -lowest, scores), lowest)
         blocks = chosen_blocks.largest(scores, settings.selected - 1)
         return product("tgm,mv->tgv", weights, values).astype(values.dtype), blocks
 
-    return folding.in_tiles_of_queries(tile, (query, positions, last), _QUERIES)
+    return folding.in_tiles_of_queries(tile, (query, at), _QUERIES)
 
 
-def _of_blocks(settings: Settings, weights, blocks):
-    """Scores of blocks `(m, blocks)` from the weights of compressed blocks `(m, M)`."""
-    each, strides = settings.compression // settings.stride, settings.block // settings.stride
-    total = max(blocks * strides, weights.shape[1] + each - 1)
-    before = jnp.pad(weights, ((0, 0), (each - 1, total - weights.shape[1])))
-    of_strides = functools.reduce(
+def _of_strides(settings: Settings, weights):
+    """Scores of the strides of compressed blocks, from the weights `(m, M)` of these blocks."""
+    each, count = settings.compression // settings.stride, weights.shape[1]
+    before = jnp.pad(weights, ((0, 0), (each - 1, each - 1)))
+    total = count + each - 1
+    return functools.reduce(
         jnp.add, (lax.slice_in_dim(before, n, n + total, axis=1) for n in range(each))
     )
-    return folding.fold(of_strides, strides, 1).sum(-1)[:, :blocks]
+
+
+def _of_blocks(settings: Settings, scores, count: int):
+    """Scores of `count` blocks of one document, from those of strides `(m, M + l / d - 1)`."""
+    strides = settings.block // settings.stride
+    missing = max(count * strides - scores.shape[1], 0)
+    scores = jnp.pad(scores, ((0, 0), (0, missing)))
+    return folding.fold(scores, strides, 1).sum(-1)[:, :count]

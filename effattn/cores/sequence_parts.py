@@ -192,6 +192,15 @@ def alone() -> Iterator[None]:
         yield
 
 
+def check_whole_rows(unit: str) -> None:
+    """Raises `ValueError` within `along`: `unit`s that begin with documents need whole rows."""
+    if current() is not None:
+        raise ValueError(
+            f"segment_ids need whole rows, because a document begins a {unit}, got a part of a row "
+            "on each device; leave segment_ids out, or call exchange_heads"
+        )
+
+
 def refuse(name: str) -> None:
     """Raises `ValueError` within `along`: its form does not take `name`."""
     parts = current()

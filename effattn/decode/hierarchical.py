@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from effattn.arrays import checks, dtypes
 from effattn.cores import attention
+from effattn.cores.hierarchy import Hierarchy
 from effattn.cores.pooling import Runs, pool, tokens
 from effattn.cores.score_mod import Score
 from effattn.decode.decoder import Decoder, Sizes
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import bounded, check_bound, check_capacity
 from effattn.decode.tokens import choose_rows, stored
-from effattn.functional.hierarchical import Hierarchy
 
 _SHARED = ("scale", "logits_soft_cap", "sink", "precision", "tile", "implementation")
 

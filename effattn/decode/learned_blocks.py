@@ -78,9 +78,9 @@ class LearnedBlockDecoder(Decoder):
             new.value.astype(value.dtype),
             blocks,
             gates,
+            checks.scale(self.options.get("scale"), key.shape[-1]),
             positions,
             new.length,
-            checks.scale(self.options.get("scale"), key.shape[-1]),
         )
         return jnp.where(present, out, 0), dataclasses.replace(new, selection_sum=sums)
 

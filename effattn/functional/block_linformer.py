@@ -176,51 +176,33 @@ def _attend(projections, query, key, value, given: attention.Arguments):
 
 def _attend_packed(projections, query, key, value, given: attention.Arguments):
     """Attends within documents, which are moved so that each begins a block."""
-    if sequence_parts.current() is not None:
-        raise ValueError(
-            "segment_ids need whole rows, because a document begins a block, got a part of a row "
-            "on each device; leave segment_ids out, or call exchange_heads"
-        )
+    sequence_parts.check_whole_rows("block")
     assert given.segments is not None
     row_ids = given.segments[0]
     slots, size = projections[0].shape[-2:]
     blocks, of_queries, of_keys = document_blocks.moved(given, size, query.shape[-3])
     query, key, value = map(blocks.gather, (query, key, value))
-    axis, count = query.ndim - 3, blocks.first.shape[-1]
-    fold = functools.partial(folding.fold, size=size, axis=axis)
-    given = dataclasses.replace(given, query_lengths=None, key_lengths=None)
-    tokens = fold(blocks.token)
-    inside = dataclasses.replace(
-        given,
-        segments=(fold(of_queries), fold(of_keys)),
-        positions=(tokens, tokens) if given.dropout_rate else None,
-        origin=_origin_of_examples(count) if given.dropout_rate else None,
-    )
-    own = tuple(
-        folding.unfold(x, blocks.token.shape[-1], axis)
-        for x in attention.attend(fold(query), fold(key), fold(value), inside)
-    )
-
-    is_key = blocks.is_main & (of_keys != 0)
+    own = document_blocks.attend_inside(blocks, (of_queries, of_keys), query, key, value, given)
+    is_key, ids = document_blocks.main_keys(blocks, row_ids, of_keys)
     keys, values = (
         project_blocks(projection, jnp.where(is_key[..., None, None], x, 0), None, given.precision)
         for projection, x in zip(projections, (key, value), strict=True)
     )
-    # The first token of a block belongs to its main document.
-    ids = jnp.where(fold(is_key).any(-1), fold(blocks.gather_ids(row_ids))[..., 0], 0)
-    of_slots = tokens[..., :1] + lead(jnp.arange(slots, dtype=jnp.int32), tokens.ndim)
-    at = of_slots.reshape(*ids.shape[:-1], count * slots)
-    of_earlier = document_blocks.attend_earlier(
-        blocks, (of_queries, ids), query, keys, values, given, at
+    of_slots = folding.fold(blocks.token, size, query.ndim - 3)[..., :1]
+    of_slots = of_slots + lead(jnp.arange(slots, dtype=jnp.int32), of_slots.ndim)
+    at = of_slots.reshape(*ids.shape[:-1], -1)
+    of_earlier = document_blocks.attend_slots(
+        blocks,
+        (of_queries, jnp.repeat(ids, slots, -1)),
+        query,
+        keys,
+        values,
+        given,
+        at,
+        document_blocks.earlier(blocks),
     )
     out, lse = combine(*zip(own, of_earlier, strict=True))
     return blocks.gather_back(out), blocks.gather_back(lse)
-
-
-@functools.cache
-def _origin_of_examples(blocks: int):
-    """Returns an origin that maps a block to its example."""
-    return lambda b, h, i, j: (b // blocks, h, i, j)
 
 
 def project_blocks(projection, array, lengths, precision):

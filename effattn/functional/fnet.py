@@ -85,7 +85,8 @@ registry.register(
             "causal": "every output of a Fourier transform depends on every token",
             "lengths": "a Fourier transform mixes all tokens, padding too; batch sequences of one "
             "length together, or take a mechanism that masks",
-            "segments": "a Fourier transform mixes all tokens, also those of other documents",
+            "segments": "a Fourier transform mixes all tokens, also those of other documents; pass "
+            "one document a row, and documents of one length together",
         },
         builder="effattn.nn.fnet:FNet",
         complexity="O(N log N D)",

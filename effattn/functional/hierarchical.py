@@ -1,9 +1,8 @@
 """Hierarchical attention: near tokens exactly, far tokens in summaries of growing size."""
 
 import dataclasses
-import functools
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,15 @@ from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
-from effattn.cores import attention, folding, sequence_parts
+from effattn.cores import attention, document_blocks, folding, packed_hierarchy, sequence_parts
+from effattn.cores import hierarchy as hierarchies
+from effattn.cores.hierarchy import Hierarchy, Summaries
 from effattn.cores.pooling import Runs, pool, tokens
-from effattn.cores.score_mod import Score
 from effattn.naive import dot, masked_softmax, over_pairs, projected, with_naive
-from effattn.options import Direction, Sink, Softmax, Tile, declared
+from effattn.options import Direction, Packing, Sink, Softmax, Tile, declared
 
 
-class Options(Direction, Sink, Tile, Softmax, total=False):
+class Options(Direction, Packing, Sink, Tile, Softmax, total=False):
     """The shared options of `hierarchical_attention`."""
 
 
@@ -40,39 +40,42 @@ def naive(
 ):
     """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`, summary_query c `(H,)`.
 
-    Returns output and log-sum-exp.
+    Returns output and log-sum-exp. In packed rows, units count from the start of the document.
     """
-    pieces, meant = _pieces(len(key), segment_size, num_levels, num_summaries)
+    is_same = pairs.key_ids[:, None] == pairs.key_ids
+    pieces, meant, level = _pieces(pairs.places, is_same, segment_size, num_levels, num_summaries)
     present = pieces & pairs.present
-    n, last = present.sum(1), jnp.where(present, pairs.j, 0).max(1, initial=0)
+    n, last = present.sum(1), jnp.where(present, pairs.places, 0).max(1, initial=0)
     c = jnp.zeros_like(key, shape=key.shape[1:]) if summary_query is None else summary_query
     w = masked_softmax(scale * projected(key, c), present)  # (P, T)
     keys, values = (w @ key).astype(key.dtype), (w @ value).astype(value.dtype)
     reached = meant & (pairs.allowed @ pieces.T)
     log_n = jnp.log(jnp.maximum(n, 1).astype(w.dtype))
-    weights, lse = pairs.with_keys(reached, last).softmax(scale * dot(query, keys.T), log_n)
+    at = jnp.append(pairs.j, ~(32 * last + level)[len(key) :])  # for dropout
+    weights, lse = pairs.with_keys(reached, at).softmax(scale * dot(query, keys.T), log_n)
     return dot(weights, values), lse
 
 
-def _pieces(length, segment_size, num_levels, num_summaries):
+def _pieces(places, is_same, segment_size, num_levels, num_summaries):
     """Bool `(P, T)`, the tokens of each piece, and `(T, P)`, the pieces meant for each query.
 
-    The first T pieces are the single tokens.
+    The first T pieces are the single tokens. For each level, T more pieces follow: piece t is that
+    which token t begins, and empty if token t begins none. Returns the levels `(P,)` as well.
     """
+    length = len(places)
 
-    def same(a, b, unit):
-        return a[:, None] // unit == b // unit
+    def same(unit):
+        return is_same & (places[:, None] // unit == places // unit)
 
-    t = np.arange(length)
-    pieces, meant = [np.eye(length, dtype=bool)], [same(t, t, segment_size)]
-    for level in range(1, num_levels + 1):
-        unit = segment_size * 2 ** (level - 1)
+    pieces, meant, levels = [jnp.eye(length, dtype=bool)], [same(segment_size)], 0
+    while levels < num_levels and segment_size * 2**levels < length:
+        levels += 1
+        unit = segment_size * 2 ** (levels - 1)
         size = unit // num_summaries
-        first = np.arange(0, length, size)
-        pieces.append(same(first, t, size))
-        in_pair = level == num_levels or same(t, first, 2 * unit)
-        meant.append(in_pair & ~same(t, first, unit))
-    return np.concatenate(pieces), np.concatenate(meant, 1)
+        pieces.append((places % size == 0)[:, None] & same(size))
+        in_pair = is_same if levels == num_levels else same(2 * unit)
+        meant.append(in_pair & ~same(unit))
+    return jnp.concatenate(pieces), jnp.concatenate(meant, 1), jnp.arange(levels + 1).repeat(length)
 
 
 @with_naive(over_pairs(naive, per_head={"summary_query": 1}))
@@ -98,7 +101,9 @@ def hierarchical_attention(
         level L          the summaries of all units except its own,
 
     which covers every token once. Causal queries attend to earlier tokens of their segment and to
-    finished units. A unit is summarised in r pieces of equal size. A piece P of n tokens has
+    finished units. In packed rows, segments and units count from the start of each document, and
+    belong to one document. A unit is summarised in r pieces of equal size. A piece P of n tokens
+    has
 
         k_P = sum_{j in P} w_j k_j,   v_P = sum_{j in P} w_j v_j,   logit = scale q . k_P + log n,
 
@@ -111,7 +116,8 @@ def hierarchical_attention(
 
     Time O(T (m + r T / m) (H + Hv)) with one level, that is O(T sqrt(T)) for m near sqrt(T), and
     O(T (m + r log2(T / m)) (H + Hv)) with log2(T / m) levels or more; memory O(T), forward and
-    backward.
+    backward. Packed rows are moved into at most 2 T / m + 1 segments; all levels then have as many
+    units, and the last one a flag in memory for each pair of segments.
 
     Args:
       query: `(*B, T, N, H)`.
@@ -121,11 +127,11 @@ def hierarchical_attention(
       num_levels: L, 1 or more. Levels with units longer than the sequence have no effect.
       num_summaries: r, pieces of a unit, 1 or more.
       summary_query: c, `(K, H)`, for learned summaries; zeros or None give means.
-      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp, tiles and
-        execution: see `effattn.options`. Padded keys are in no summary. The soft cap applies before
-        log n is added. Dropout drops the weight of a summary where exact attention would drop the
-        weight of the summary's last token. With `num_levels=1`, kernels for GPUs and TPUs
-        ("pallas") take the call as well.
+      **options: direction, padding, packing, scale, soft cap, sink, dropout, log-sum-exp, tiles
+        and execution: see `effattn.options`. `segment_ids` are one array `(*B, T)`. Padded keys are
+        in no summary. The soft cap applies before log n is added. For dropout, a summary of level l
+        whose last token is token j of its document counts as key -1 - (32 j + l). With
+        `num_levels=1`, kernels for GPUs and TPUs ("pallas") take the call as well.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -135,72 +141,17 @@ def hierarchical_attention(
       ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     hierarchy = Hierarchy.of(segment_size, num_levels, num_summaries)
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check("hierarchical_attention", query, key, value, **options)
     checks.self_attention("hierarchical_attention", query, key)
     checks.known_length("hierarchical_attention", query)
     if summary_query is not None:
         summary_query = checks.shaped("summary_query", summary_query, key.shape[-2:])
+    is_packed = given.segments is not None and query.shape[-3] > hierarchy.segment
+    attend = packed_hierarchy.attend if is_packed else _attend
     with jax.named_scope("hierarchical_attention"), mesh_axes.of_type(query):
-        out, lse = _attend(hierarchy, query, key, value, summary_query, given)
+        out, lse = attend(hierarchy, query, key, value, summary_query, given)
     return attention.results(out, lse, given)
-
-
-@dataclasses.dataclass(frozen=True)
-class Hierarchy:
-    """Static configuration: segment size m, number of levels L, and pieces of a unit r."""
-
-    segment: int
-    levels: int
-    pieces: int
-
-    @classmethod
-    def of(cls, segment_size: Any, num_levels: Any, num_summaries: Any) -> "Hierarchy":
-        """Checks the arguments and makes a hierarchy."""
-        for name, number in (("num_levels", num_levels), ("num_summaries", num_summaries)):
-            if not checks.is_integer(number) or number < 1:
-                raise ValueError(f"{name} must be an int, 1 or more, got {number!r}")
-        if not checks.is_integer(segment_size) or segment_size < 1 or segment_size % num_summaries:
-            raise ValueError(
-                "segment_size must be an int of tokens, 1 or more and a multiple of "
-                f"num_summaries={num_summaries}, got {segment_size!r}"
-            )
-        return cls(int(segment_size), int(num_levels), int(num_summaries))
-
-    def segments(self, length: int) -> int:
-        """Returns the number of segments in `length` tokens."""
-        return math.ceil(length / self.segment)
-
-    def siblings(self, length: int) -> int:
-        """Returns the number of levels at which a query attends to one other unit.
-
-        These are all levels below the last, and the last level if it has at most two units.
-        """
-        segments = self.segments(length)
-        return self.levels - 1 if segments > 2**self.levels else max(segments - 1, 0).bit_length()
-
-    def unit(self, level: int) -> int:
-        """Returns the tokens in a unit of a level."""
-        return self.segment * 2 ** (level - 1)
-
-    def piece(self, level: int) -> int:
-        """Returns the tokens in a piece of a unit of a level."""
-        return self.unit(level) // self.pieces
-
-
-class _Keys(NamedTuple):
-    """Keys and values of the pieces of units.
-
-    Attributes:
-      key: `(*B, P, K, H)`.
-      value: `(*B, P, K, Hv)`.
-      seen: bool `(*B, P)`, False for pieces without valid tokens.
-      last: int32 `(*B, P)`, position of the last valid token of the piece.
-    """
-
-    key: jax.Array
-    value: jax.Array
-    seen: jax.Array
-    last: jax.Array
 
 
 def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: attention.Arguments):
@@ -215,38 +166,37 @@ def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: atten
     siblings = hierarchy.siblings(whole)
     has_others = hierarchy.segments(whole) > 2**siblings
     lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths
-    present = within(lengths, length)
-    runs = tokens(key, value, present, summary_query, given.scale)
+    runs = tokens(key, value, within(lengths, length), summary_query, given.scale)
     levels = []
     for level in range(1, siblings + has_others + 1):
         runs = pool(runs, hierarchy.piece(1) if level == 1 else 2)
         if level == 1 and held is not None:
             runs = Runs(*(held.gather(x, len(batch)) for x in runs))
-        start = jnp.arange(runs.present.shape[-1], dtype=jnp.int32) * hierarchy.piece(level)
-        last = lead(start, runs.present.ndim) + jnp.maximum(runs.present, 1) - 1
-        keys, values = runs.key.astype(key.dtype), runs.value.astype(value.dtype)
-        levels.append(_Keys(keys, values, runs.present > 0, last))
+        of_pieces = jnp.asarray(hierarchy.starts(level, runs.present.shape[-1]))
+        starts = lead(of_pieces, runs.present.ndim)
+        levels.append(Summaries.of(runs, starts, level, (key, value)))
 
     with sequence_parts.alone():
         parts = [folding.attend_inside(hierarchy.segment, query, key, value, given)]
-        far = dataclasses.replace(given, sink=None, is_causal=False, key_lengths=None)
-        positions = jnp.arange(length) + first
+        positions = jnp.arange(length, dtype=jnp.int32) + first
         if siblings:
             seen = _siblings(hierarchy, levels[:siblings], whole, given.is_causal)
             if held is not None:
                 own = hierarchy.segments(length)
-                seen = _Keys(*(held.own(x, own, len(batch)) for x in seen))
-            parts.append(_attend_siblings(hierarchy, positions, query, seen, far))
+                seen = Summaries(*(held.own(x, own, len(batch)) for x in seen))
+            parts.append(_attend_siblings(hierarchy, positions, query, seen, given))
         if has_others:
-            level = siblings + 1
-            others = _OtherUnits(hierarchy.unit(level), given.is_causal)
-            weight = _LogTokens(hierarchy, level)
-            far = dataclasses.replace(far, pattern=others, score_mod=weight)
-            parts.append(_attend_summaries(positions, query, levels[siblings], far))
+            others = _OtherUnits(hierarchy.unit(siblings + 1), given.is_causal)
+            far = dataclasses.replace(given, pattern=others)
+            parts.append(
+                hierarchies.attend(hierarchy, positions, query, levels[-1], far, siblings + 1)
+            )
     return combine(*zip(*parts, strict=True))
 
 
-def _siblings(hierarchy: Hierarchy, levels: list[_Keys], length: int, is_causal: bool) -> _Keys:
+def _siblings(
+    hierarchy: Hierarchy, levels: list[Summaries], length: int, is_causal: bool
+) -> Summaries:
     """Returns the sibling pieces of each segment, `(*B, segments, levels * r, ...)`."""
     axis, segments = levels[0].seen.ndim - 1, hierarchy.segments(length)
 
@@ -261,17 +211,18 @@ def _siblings(hierarchy: Hierarchy, levels: list[_Keys], length: int, is_causal:
         return lax.slice_in_dim(of_segments, 0, segments, axis=axis)
 
     each_level = []
-    for level, keys in enumerate(levels, 1):
-        keys = _Keys(*(other_half(level, array) for array in keys))
+    for level, summaries in enumerate(levels, 1):
+        summaries = Summaries(*(other_half(level, array) for array in summaries))
         if is_causal:
             is_second = (np.arange(segments) >> (level - 1)) % 2 == 1
-            keys = keys._replace(seen=keys.seen & lead(is_second[:, None], axis + 2))
-        each_level.append(keys)
-    return _Keys(*(jnp.concatenate(arrays, axis + 1) for arrays in zip(*each_level, strict=True)))
+            seen = summaries.seen & lead(is_second[:, None], axis + 2)
+            summaries = summaries._replace(seen=seen)
+        each_level.append(summaries)
+    return Summaries(*(jnp.concatenate(xs, axis + 1) for xs in zip(*each_level, strict=True)))
 
 
 def _attend_siblings(
-    hierarchy: Hierarchy, positions, query, keys: _Keys, given: attention.Arguments
+    hierarchy: Hierarchy, positions, query, summaries: Summaries, given: attention.Arguments
 ):
     """Attends from each segment to the pieces of its siblings."""
     length, axis, size = query.shape[-3], query.ndim - 3, hierarchy.segment
@@ -279,47 +230,12 @@ def _attend_siblings(
     folded = dataclasses.replace(
         given,
         query_lengths=folding.fold_lengths(given.query_lengths, blocks, size),
-        score_mod=_LogTokens(hierarchy, None),
-        origin=_example_of_blocks(blocks),
+        origin=folding.example_of_blocks(blocks),
     )
-    positions = (jnp.arange(blocks * size) + positions[0]).reshape(blocks, size)
-    out, lse = _attend_summaries(positions, folding.fold(query, size, axis), keys, folded)
+    positions = (jnp.arange(blocks * size, dtype=jnp.int32) + positions[0]).reshape(blocks, size)
+    query = folding.fold(query, size, axis)
+    out, lse = hierarchies.attend(hierarchy, positions, query, summaries, folded)
     return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
-
-
-def _attend_summaries(positions, query, keys: _Keys, given: attention.Arguments):
-    """Attends from queries at `positions` to pieces, at the positions of their last tokens."""
-    positions = jnp.broadcast_to(positions.astype(jnp.int32), query.shape[:-2])
-    seen = keys.seen[..., None, None, :]
-    given = dataclasses.replace(given, mask=seen, positions=(positions, keys.last))
-    return attention.attend(query, keys.key, keys.value, given)
-
-
-@functools.cache
-def _example_of_blocks(blocks: int):
-    return lambda b, h, i, j: (b // blocks, h, i, j)
-
-
-@dataclasses.dataclass(frozen=True)
-class _LogTokens(Score):
-    """Score function that adds log n to the logit of a piece with n tokens.
-
-    The position of the last token of the piece gives n. The piece belongs to a unit of `level`, or,
-    if `level` is None, to a sibling of any level.
-    """
-
-    hierarchy: Hierarchy
-    level: int | None
-
-    def __call__(self, logit, b, h, i, j):
-        below: Any = self.level - 1 if self.level is not None else self._sibling(i, j)
-        size = self.hierarchy.piece(1) << below
-        return logit + jnp.log((j % size + 1).astype(logit.dtype))
-
-    def _sibling(self, i, j):
-        """Returns the level of a sibling, minus 1: the highest bit in which the segments differ."""
-        apart = (i // self.hierarchy.segment) ^ (j // self.hierarchy.segment)
-        return 31 - lax.clz(apart | 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +246,7 @@ class _OtherUnits:
     is_causal: bool
 
     def allows(self, i, j, h):
-        of_query, of_key = i // self.size, j // self.size
+        of_query, of_key = i // self.size, hierarchies.last_of(j) // self.size
         return of_key < of_query if self.is_causal else of_key != of_query
 
 

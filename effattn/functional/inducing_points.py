@@ -46,7 +46,7 @@ registry.register(
         reasons={
             "causal": "its points attend to all tokens",
             "segments": "each document would need points of its own, and a row may have as many "
-            "documents as tokens",
+            "documents as tokens; pass one document a row, padded by the lengths",
         },
         builder="effattn.nn.inducing_points:InducedSelfAttention",
         complexity="O(N m D)",

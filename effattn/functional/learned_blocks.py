@@ -14,40 +14,47 @@ from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import valid
-from effattn.cores import attention, chosen_blocks, folding
+from effattn.cores import attention, chosen_blocks, document_blocks, folding
+from effattn.cores.document_blocks import Reach
 from effattn.functional.moba import check_options
 from effattn.naive import dot, over_pairs, with_naive
-from effattn.options import Padding, Precision, Residual, Scale, declared
+from effattn.options import Packing, Padding, Precision, Residual, Scale, declared
 
 # Minimum queries whose scores are in memory at a time.
 _QUERIES = 128
 
 
-class Options(Padding, Scale, Residual, Precision, total=False):
+class Options(Padding, Packing, Scale, Residual, Precision, total=False):
     """The shared options of `learned_block_attention`."""
 
 
-class Sampling(Padding, Scale, Precision, total=False):
+class Sampling(Padding, Packing, Scale, Precision, total=False):
     """The shared options of `sampled_block_attention`."""
 
 
 def naive(query, key, value, pairs, *, selection_query, selection_key, scale, block_size, top_k):
-    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`. Returns output and log-sum-exp."""
-    n, own = jnp.arange(-(-len(key) // block_size)), pairs.i[:, None] // block_size
-    members = pairs.present & (pairs.j // block_size == n[:, None])  # (blocks, T)
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`. Returns output and log-sum-exp.
+
+    In packed rows, blocks count from the start of the document.
+    """
+    # The number of each token's block in its document, and the token that begins the block.
+    number, n = pairs.places // block_size, jnp.arange(len(key))
+    start = n - pairs.places % block_size
+    members = pairs.present & (start == n[:, None])  # (T, T), empty but for first tokens
     dtype = jnp.promote_types(selection_key.dtype, jnp.float32)
     exact = functools.partial(jnp.matmul, precision="highest")
     sums = exact(members.astype(dtype), selection_key.astype(dtype))
     means = sums / jnp.maximum(members.sum(1), 1)[:, None]
     scores = exact(selection_query.astype(dtype), means.T) / selection_key.shape[-1] ** 0.5
-    is_past = (n < own) & members.any(1)
+    is_same = pairs.query_ids[:, None] == pairs.key_ids
+    is_past = is_same & (number < number[:, None]) & members.any(1)
     this, other = scores[:, :, None], scores[:, None]
     is_before = (other > this) | ((other == this) & (n < n[:, None]))
     rank = (is_before & is_past[:, None]).sum(2)
     chosen = is_past & (rank < top_k - 1)
     gates = jnp.where(chosen, jax.nn.sigmoid(scores), 0)
-    logs = (gates - lax.stop_gradient(gates))[:, pairs.j // block_size]
-    allowed = pairs.where((chosen | (n == own))[:, pairs.j // block_size])
+    logs = (gates - lax.stop_gradient(gates))[:, start]
+    allowed = pairs.where((chosen | (n == start[:, None]))[:, start])
     weights, lse = allowed.softmax(scale * dot(query, key.T), logs)
     return dot(weights, value), lse
 
@@ -79,6 +86,7 @@ def learned_block_attention(
         g_in = exp(u - stop_gradient(u)),   u = sigmoid(s_in)
 
     Always causal: a score reads blocks that have ended. All query heads of a key head choose alike.
+    In packed rows, blocks count from the start of each document.
 
     Time O(T (T / b) Hs) for the scores and O(T top_k b (H + Hv)) for the attention. Memory
     O(T top_k Hv), forward and backward.
@@ -91,8 +99,9 @@ def learned_block_attention(
       selection_key: r, `(*B, T, K, Hs)`.
       block_size: b, tokens in a block, 1 or more. T need not be a multiple of it.
       top_k: blocks of a query, its own block included; 1 or more.
-      **options: padding, scale, log-sum-exp and precision: see `effattn.options`. Padded keys are
-        in no mean. `precision` applies to the products of the attention; scores have the highest.
+      **options: padding, packing, scale, log-sum-exp and precision: see `effattn.options`. Padded
+        keys are in no mean. `segment_ids` are one array `(*B, T)`. `precision` applies to the
+        products of the attention; scores have the highest.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -106,19 +115,19 @@ def learned_block_attention(
         name, (query, key, value), (selection_query, selection_key), block_size, top_k, options
     )
 
-    def run(query, key, value, selection_query, selection_key, lengths, scale):
-        positions, limits = _places(query, lengths)
-        sums = block_sums(selection_key, size)
-        chosen = choose(size, top_k, selection_query, sums, positions, limits)
-        arrays = query, key, value, *chosen, positions, limits
-        return attend(size, given.precision, *arrays, scale)
+    def run(query, key, value, selection_query, selection_key, lengths, ids, scale):
+        heads, sums, at = _placed(size, (query, key, value), selection_key, lengths, ids)
+        blocks, gates = choose(size, top_k, selection_query, sums, *at)
+        arrays = *heads, blocks, gates, scale, *at
+        return attend(size, given.precision, *arrays)
 
     with jax.named_scope(name):
         *axes, _ = mesh_axes.spec(heads[0])
         run = mesh_axes.placed(run, heads[0], PartitionSpec(*axes, None), PartitionSpec(*axes))
         scale = jnp.asarray(given.scale, dtypes.wide(*heads))
-        out, lse = run(*heads, *selection, given.key_lengths, scale)
-    present = valid(given.query_lengths, None, query.shape[-3])
+        ids = given.segments and given.segments[0]
+        out, lse = run(*heads, *selection, given.key_lengths, ids, scale)
+    present = valid(given.query_lengths, ids, query.shape[-3])
     out, lse = attention.clear_rows(out, lse, present)
     return attention.results(checkpoint_name(out, name), lse, given)
 
@@ -157,7 +166,7 @@ def sampled_block_attention(
       block_size: b, tokens in a block.
       top_k: blocks of a query, its own block included.
       rng: a `jax.random` key.
-      **options: padding, scale and precision: see `effattn.options`.
+      **options: padding, packing, scale and precision: see `effattn.options`.
 
     Returns:
       The output `(*B, T, N, Hv)`, and the log-probability of the blocks of each query and key head,
@@ -172,21 +181,21 @@ def sampled_block_attention(
         name, (query, key, value), (selection_query, selection_key), block_size, top_k, options
     )
 
-    def run(heads, selection, lengths, scale, rng):
-        positions, limits = _places(heads[0], lengths)
-        sums = block_sums(selection[1], size)
+    def run(heads, selection, lengths, ids, scale, rng):
+        heads, sums, at = _placed(size, heads, selection[1], lengths, ids)
         rngs = jax.random.split(rng, (*heads[1].shape[:-3], heads[1].shape[-2]))
-        blocks, logs = sample(size, top_k, selection[0], sums, positions, limits, rngs)
+        blocks, logs = sample(size, top_k, selection[0], rngs, sums, *at)
         no_gates = jnp.zeros(blocks.shape, logs.dtype)
-        arrays = *heads, blocks, no_gates, positions, limits, scale
+        arrays = *heads, blocks, no_gates, scale, *at
         return attend(size, given.precision, *arrays)[0], logs
 
     with jax.named_scope(name):
         *axes, _ = mesh_axes.spec(heads[0])
         run = mesh_axes.placed(run, heads[0], PartitionSpec(*axes, None), PartitionSpec(*axes))
         scale = jnp.asarray(given.scale, dtypes.wide(*heads))
-        out, logs = run(heads, selection, given.key_lengths, scale, rng)
-    present = valid(given.query_lengths, None, query.shape[-3])
+        ids = given.segments and given.segments[0]
+        out, logs = run(heads, selection, given.key_lengths, ids, scale, rng)
+    present = valid(given.query_lengths, ids, query.shape[-3])
     if present is not None:
         out = jnp.where(present[..., None, None], out, 0)
         logs = jnp.where(present[..., None], logs, 0)
@@ -196,6 +205,7 @@ def sampled_block_attention(
 def _checked(name, heads, selection, block_size, top_k, options):
     """Checked options and sizes, and the arrays with zeros in the padding."""
     query, key, value = heads
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check(name, query, key, value, is_causal=True, **options)
     checks.self_attention(name, query, key)
     checks.known_length(name, query)
@@ -208,12 +218,26 @@ def _checked(name, heads, selection, block_size, top_k, options):
     return given, size, top_k, heads, selection
 
 
-def _places(query, lengths):
-    """Positions of the queries, int32 `(*B, T)`, and valid keys, int32 `(*B)`."""
-    length = query.shape[-3]
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), query.shape[:-2])
-    limits = jnp.full(query.shape[:-3], length, jnp.int32)
-    return positions, limits if lengths is None else jnp.minimum(lengths, limits)
+def _placed(size, heads, selection_key, lengths, ids) -> tuple[Any, jax.Array, Any]:
+    """The heads, with keys and values at their places, and what `choose` needs of blocks.
+
+    Returns:
+      The heads; the sums of blocks; and the positions of the queries, int32 `(*B, T)`, the number
+      of valid places, int32 `(*B)`, and the reach of packed documents, or None.
+    """
+    query, key, value = heads
+    length, batch = query.shape[-3], query.shape[:-3]
+    if ids is None or not length:
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), query.shape[:-2])
+        limits = jnp.full(batch, length, jnp.int32)
+        limits = limits if lengths is None else jnp.minimum(lengths, limits)
+        return heads, block_sums(selection_key, size), (positions, limits, None)
+    blocks = document_blocks.blocks_of(ids, size)
+    reach = document_blocks.reach_of(blocks, ids, lengths)
+    heads = query, blocks.gather(key), blocks.gather(value)
+    of_main = jnp.where(blocks.is_main[..., None, None], blocks.gather(selection_key), 0)
+    limits = jnp.full(batch, blocks.token.shape[-1], jnp.int32)
+    return heads, block_sums(of_main, size), (blocks.place, limits, reach)
 
 
 def block_sums(keys: jax.Array, size: int) -> jax.Array:
@@ -229,6 +253,7 @@ def choose(
     sums: jax.Array,
     positions: jax.Array,
     limits: jax.Array,
+    documents: Reach | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The own block of each query and the blocks with the largest scores.
 
@@ -239,6 +264,7 @@ def choose(
       sums: `(*B, n, K, Hs)`, from `block_sums`; blocks that are not over are not read.
       positions: int32 `(*B, T)`, position of each query among the keys.
       limits: int32 `(*B)`, valid keys.
+      documents: packed documents; None for one document a row.
 
     Returns:
       Blocks, int32 `(*B, T, K, k)`, -1 for none, and their soft gates.
@@ -255,33 +281,34 @@ def choose(
         gates = jnp.where(chosen < 0, 0, jax.nn.sigmoid(picked))
         return chosen, jnp.pad(gates, ((0, 0), (1, 0)))
 
-    def head(query, sums, positions, limit):
-        return _scored(gated, query, sums, positions, limit, size)
+    def head(query, sums, positions, limit, documents):
+        return _scored(gated, query, sums, positions, limit, documents, size)
 
-    head = jax.vmap(head, (-2, -2, None, None), (-2, -2))
+    head = jax.vmap(head, (-2, -2, None, None, None), (-2, -2))
     for _ in positions.shape[:-1]:
         head = jax.vmap(head)
-    return head(selection_query, sums, positions, limits)
+    return head(selection_query, sums, positions, limits, documents)
 
 
 def sample(
     size: int,
     top_k: int,
     selection_query: jax.Array,
+    rngs: jax.Array,
     sums: jax.Array,
     positions: jax.Array,
     limits: jax.Array,
-    rngs: jax.Array,
+    documents: Reach | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The own block of each query, and earlier blocks drawn without replacement.
 
-    Arguments are those of `choose`, and `jax.random` keys `(*B, K)`.
+    Arguments are those of `choose`, and `rngs`, `jax.random` keys `(*B, K)`.
 
     Returns:
       Blocks, int32 `(*B, T, K, k)`, -1 for none, and their log-probabilities `(*B, T, K)`.
     """
 
-    def head(query, sums, positions, limit, rng):
+    def head(query, rng, sums, positions, limit, documents):
         every = jnp.arange(len(sums), dtype=jnp.int32)
 
         def drawn(scores, is_past, positions):
@@ -305,34 +332,36 @@ def sample(
             (logs, _), _ = lax.scan(add, start, chosen.T)
             return chosen, logs
 
-        return _scored(drawn, query, sums, positions, limit, size)
+        return _scored(drawn, query, sums, positions, limit, documents, size)
 
-    head = jax.vmap(head, (-2, -2, None, None, 0), (-2, -1))
+    head = jax.vmap(head, (-2, 0, -2, None, None, None), (-2, -1))
     for _ in positions.shape[:-1]:
         head = jax.vmap(head)
-    return head(selection_query, sums, positions, limits, rngs)
+    return head(selection_query, rngs, sums, positions, limits, documents)
 
 
-def _scored(choose, query, sums, positions, limit, size):
+def _scored(choose, query, sums, positions, limit, documents, size):
     """Own and chosen blocks of the queries `(T, Hs)` of one head, int32 `(T, k)`, and a result.
 
     `choose` takes scores `(t, n)`, bool `(t, n)` for the earlier blocks, and positions `(t,)`; it
     returns blocks `(t, k - 1)` and the result, `(t, ...)`.
     """
     blocks = jnp.arange(len(sums), dtype=jnp.int32)
-    counts = jnp.clip(limit - blocks * size, 0, size)
+    counts, first = jnp.clip(limit - blocks * size, 0, size), jnp.zeros_like(positions)
+    if documents is not None:
+        counts, first = documents.counts, documents.first
     means = sums / jnp.maximum(counts, 1).astype(sums.dtype)[:, None]
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def tile(x):
-        query, positions = x
-        own = positions[:, None] // size
+        query, positions, first = x
+        own, first = (place[:, None] // size for place in (positions, first))
         scores = jnp.einsum("th,nh->tn", query.astype(sums.dtype), means, precision="highest")
-        is_past = (blocks[None] < own) & (counts > 0)[None]
+        is_past = (blocks[None] >= first) & (blocks[None] < own) & (counts > 0)[None]
         chosen, result = choose(scores / math.sqrt(means.shape[-1]), is_past, positions)
         return jnp.concatenate([own, chosen], 1), result
 
-    return folding.in_tiles_of_queries(tile, (query, positions), max(size, _QUERIES))
+    return folding.in_tiles_of_queries(tile, (query, positions, first), max(size, _QUERIES))
 
 
 def attend(
@@ -343,9 +372,10 @@ def attend(
     value: jax.Array,
     blocks: jax.Array,
     gates: jax.Array,
+    scale: float | jax.Array,
     positions: jax.Array,
     limits: jax.Array,
-    scale: float | jax.Array,
+    documents: Reach | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to the chosen blocks.
 
@@ -357,9 +387,10 @@ def attend(
       value: `(*B, S, K, Hv)`, likewise.
       blocks: int32 `(*B, T, K, k)`, different blocks for each query; -1 for none.
       gates: `(*B, T, K, k)`; their value changes nothing, and they have a gradient.
+      scale: multiplies the logits.
       positions: int32 `(*B, T)`, position of each query among the keys.
       limits: int32 `(*B)`, valid keys.
-      scale: multiplies the logits.
+      documents: packed documents; None for one document a row.
 
     Returns:
       Output `(*B, T, N, Hv)` and log-sum-exp `(*B, T, N)`; `dtypes.lowest` for an empty row.
@@ -370,9 +401,11 @@ def attend(
         out = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
         return out, jnp.full(query.shape[:-1], dtypes.lowest(dtype), dtype)
 
-    def head(query, key, value, blocks, gates, positions, limit):
-        last = jnp.minimum(positions, limit - 1)
-        how = {"block_size": size, "scale": scale, "precision": precision}
+    def head(query, key, value, blocks, gates, positions, limit, documents):
+        last, first = jnp.minimum(positions, limit - 1), None
+        if documents is not None:
+            first, last = documents.first, jnp.minimum(last, documents.last)
+        how = {"block_size": size, "scale": scale, "precision": precision, "first": first}
 
         def of_block(blocks):
             return chosen_blocks.attend(query, key, value, blocks[:, None], last, **how)
@@ -383,12 +416,12 @@ def attend(
         return combine(tuple(outs), tuple(lses))
 
     # Map over key heads, then over batch dimensions.
-    head = jax.vmap(head, (-3, -2, -2, -2, -2, None, None), (-3, -2))
+    head = jax.vmap(head, (-3, *[-2] * 4, *[None] * 3), (-3, -2))
     for _ in batch:
         head = jax.vmap(head)
     key_heads = key.shape[-2]
     query = query.reshape(*batch, length, key_heads, heads // key_heads, -1)
-    out, lse = head(query, key, value, blocks, gates, positions, limits)
+    out, lse = head(query, key, value, blocks, gates, positions, limits, documents)
     shape = *batch, length, heads
     return out.reshape(*shape, value.shape[-1]), lse.reshape(shape)
 
@@ -400,7 +433,6 @@ registry.register(
         paper="Gao et al. 2024, SeerAttention: Learning Intrinsic Sparse Attention in Your LLMs",
         function=learned_block_attention,
         capabilities=frozenset({"causal"}),
-        reasons={"segments": "its blocks start at multiples of block_size, not with documents"},
         builder="effattn.nn.learned_blocks:LearnedBlockSelfAttention",
         decoder="effattn.decode.learned_blocks:LearnedBlockDecoder",
         options={"block_size": 64, "top_k": 3},

@@ -1,6 +1,7 @@
 """Linformer attention: keys and values are projected to a few rows along the sequence."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -10,34 +11,42 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
-from effattn.arrays.segments import within
-from effattn.cores import attention, sequence_parts
-from effattn.functional import softmax
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import positions_from_segment_ids, valid, within
+from effattn.cores import attention, document_blocks, document_slots, sequence_parts
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Direction, Sink, Softmax, Tile, declared
+from effattn.options import Direction, Packing, Sink, Softmax, Tile, declared
 
 NOT_CAUSAL = (
     "each projected row is a sum over the whole sequence, so that every query sees later tokens"
 )
 
 
-class Options(Direction, Sink, Tile, Softmax, total=False):
+class Options(Direction, Packing, Sink, Tile, Softmax, total=False):
     """The shared options of `linformer_attention`."""
 
 
 def naive(query, key, value, pairs, *, scale, key_projection, value_projection):
     """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`; E and F `(r, L)` for L >= S.
 
-    Returns output and log-sum-exp.
+    Returns output and log-sum-exp. In packed rows, tokens count from the start of the document.
     """
-    projected_key, projected_value = (
-        (projection[:, : len(x)] @ x).astype(x.dtype)
-        for projection, x in ((key_projection, key), (value_projection, value))
-    )
+    in_document = (pairs.query_ids[:, None] == pairs.key_ids) & pairs.present
+
+    def projected(projection, x):
+        """The rows of each query's document, `(T, r, H)`."""
+        terms = projection.T[pairs.places][:, :, None] * x[:, None]  # (S, r, H)
+        rows = jnp.einsum("ts,srh->trh", in_document.astype(terms.dtype), terms)
+        return rows.astype(x.dtype)
+
+    keys, values = projected(key_projection, key), projected(value_projection, value)
+    wide = jnp.promote_types(key.dtype, jnp.float32)
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    logits = scale * product("th,trh->tr", query.astype(key.dtype), keys)
     rows = jnp.arange(len(key_projection))
-    allowed = (pairs.valid & pairs.present.any())[:, None] & (rows >= 0)
-    pairs = pairs.with_keys(allowed, rows)
-    return softmax.naive(query, projected_key, projected_value, pairs, scale=scale)
+    allowed = (pairs.valid & in_document.any(1))[:, None] & (rows >= 0)
+    weights, lse = pairs.with_keys(allowed, rows).softmax(logits)
+    return product("tr,trh->th", weights.astype(value.dtype), values), lse
 
 
 @with_naive(over_pairs(naive, per_head={"key_projection": 2, "value_projection": 2}))
@@ -59,10 +68,11 @@ def linformer_attention(
 
     for E = key_projection and F = value_projection. All rows count: rows that only cover padding
     or tokens after a short input have logit 0 and value 0. With r = S and identity projections, the
-    result is `effattn.dot_product_attention`. There is no causal form.
+    result is `effattn.dot_product_attention`. There is no causal form. In packed rows, a document
+    has r rows of its own, and s counts from its start.
 
     Time O((T + S) r (H + Hv)), memory O(T + S + r), forward and backward, beside the projections
-    themselves.
+    themselves; memory O(T r) in packed rows.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
@@ -71,10 +81,10 @@ def linformer_attention(
       key_projection: E, `(r, L)`, or `(K, r, L)` with one matrix for each key head. L is the
         maximum key length; token s uses column s.
       value_projection: F, as key_projection, with the same r.
-      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp, tiles and
-        execution: see `effattn.options`. `is_causal` must be False. Padded keys are in no projected
-        row, and an example without keys gives zeros. Dropout, log-sum-exp and tiles are over
-        projected rows.
+      **options: direction, padding, packing, scale, soft cap, sink, dropout, log-sum-exp, tiles
+        and execution: see `effattn.options`. `is_causal` must be False. `segment_ids` are one array
+        `(*B, T)`, with T == S. Padded keys are in no projected row, and an example without keys
+        gives zeros. Dropout, log-sum-exp and tiles are over projected rows.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -89,6 +99,7 @@ def linformer_attention(
             f"linformer_attention needs is_causal=False, got True: {NOT_CAUSAL}; "
             "block_linformer_attention is causal"
         )
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check("linformer_attention", query, key, value, **options)
     checks.known_length("linformer_attention", query, key)
     of_keys = _check_projection("key_projection", key_projection, key)
@@ -99,8 +110,11 @@ def linformer_attention(
             f"{of_keys.shape[-2]} and {of_values.shape[-2]}"
         )
 
+    if given.segments is not None:
+        checks.self_attention("linformer_attention with segment_ids", query, key)
+    attend = _attend if given.segments is None or not key.shape[-3] else _attend_packed
     with jax.named_scope("linformer_attention"):
-        out, lse = _attend(query, key, value, of_keys, of_values, given)
+        out, lse = attend(query, key, value, of_keys, of_values, given)
     return attention.results(out, lse, given)
 
 
@@ -118,8 +132,35 @@ def _attend(query, key, value, key_projection, value_projection, given: attentio
         lengths = lengths if parts is None else parts.sum(lengths)
         rows = jnp.where(lengths > 0, keys.shape[-3], 0)
         given = dataclasses.replace(given, key_lengths=rows)
+    given = dataclasses.replace(given, segments=None)  # a packed row here has no tokens
     with sequence_parts.alone():
         return attention.attend(query, keys, values, given)
+
+
+def _attend_packed(query, key, value, key_projection, value_projection, given: attention.Arguments):
+    """Attends to the projected rows of the document of each token."""
+    sequence_parts.check_whole_rows("projection")
+    assert given.segments is not None
+    ids, length = given.segments[0], key.shape[-3]
+    present: Any = valid(given.key_lengths, ids, length)
+    query, key, value = attention.without_padding(query, key, value, given)
+    place = positions_from_segment_ids(ids)
+    begin = lead(jnp.arange(length, dtype=jnp.int32), ids.ndim) - place
+
+    def weights(projection):
+        """The weights of each token in the rows, `(*B, T, #K, r)`."""
+        of_tokens = jnp.moveaxis(projection, -1, 0)  # (L, r) or (L, K, r)
+        of_tokens = of_tokens[:, None] if projection.ndim == 2 else of_tokens
+        found = jnp.take(of_tokens, place, 0, mode="clip")
+        return jnp.where(present[..., None, None], found, 0)
+
+    projections = weights(key_projection), weights(value_projection)
+    out, lse = document_slots.attend(
+        projections, begin, present, query, key, value, given, jnp.zeros_like(begin)
+    )
+    if given.sink is not None:
+        out, lse = attention.with_sink(out, lse, given.sink)
+    return attention.clear_rows(out, lse, valid(given.query_lengths, ids, length))
 
 
 def project(projection, array, lengths, precision, sum_parts=None):

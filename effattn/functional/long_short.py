@@ -12,10 +12,10 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import lead, shifted
 from effattn.arrays.combine import combine
-from effattn.arrays.segments import positions_from, within
-from effattn.cores import attention, document_blocks, folding
+from effattn.arrays.segments import positions_from, positions_from_segment_ids, valid, within
+from effattn.cores import attention, document_blocks, document_slots, folding
 from effattn.functional import softmax
 from effattn.functional.block_linformer import EarlierBlocks
 from effattn.naive import masked_softmax, over_pairs, projected, with_naive
@@ -62,8 +62,8 @@ def naive(
         slots = (p @ x).reshape(length * p.shape[1], x.shape[1]).astype(x.dtype)
         return jnp.concatenate([_layer_norm(x, window_norm), _layer_norm(slots, slot_norm)])
 
-    start = i // w * w
-    around = (start - w // 2 <= j) & (j < start + w + w // 2)
+    start, place = (pairs.places // w * w)[:, None], pairs.places
+    around = (start - w // 2 <= place) & (place < start + w + w // 2)
     near = pairs.allowed & jnp.where(pairs.is_causal, i - j < w, around)
     finished = jnp.logical_not(pairs.is_causal) | (m < m[:, None])
     seen = pairs.valid[:, None] & is_same & finished & members.any(1)
@@ -130,11 +130,11 @@ def long_short_attention(
         causal          the last w tokens, including itself;
                         the r slots of each finished segment of l tokens before its own
 
-    Segments of a packed document count from its start. Tokens in the window are also in slots. In
-    the paper, Z is a separate projection of the tokens, not of the keys: that is `slot_scores`,
-    which `effattn.nn.LongShortSelfAttention` computes. The DualLN of the paper is two layer norms,
-    shared by keys and values and here over the features of a head: `window_norm` for tokens in
-    windows, and `slot_norm` for slots.
+    Blocks and segments of a packed document count from its start. Tokens in the window are also in
+    slots. In the paper, Z is a separate projection of the tokens, not of the keys: that is
+    `slot_scores`, which `effattn.nn.LongShortSelfAttention` computes. The DualLN of the paper is
+    two layer norms, shared by keys and values and here over the features of a head: `window_norm`
+    for tokens in windows, and `slot_norm` for slots.
 
     Time O(T (w + r) (H + Hv)) with one segment and O(T (w + r T / l) (H + Hv)) with more: causal,
     O(T sqrt(r T)) for w and l near sqrt(r T). Memory O(T r), forward and backward.
@@ -151,8 +151,7 @@ def long_short_attention(
       slot_norm: scale and bias of the layer norm of slots, likewise.
       **options: direction, padding, packing, scale, soft cap, sink, dropout, log-sum-exp, tiles
         and execution: see `effattn.options`. Padded keys are in no slot; without keys there are no
-        slots. For dropout, slots count as further tokens. `segment_ids` are one array `(*B, T)`,
-        and need `is_causal=True`.
+        slots. For dropout, slots count as further tokens. `segment_ids` are one array `(*B, T)`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -164,12 +163,6 @@ def long_short_attention(
     """
     document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check("long_short_attention", query, key, value, **options)
-    if given.segments is not None and not given.is_causal:
-        raise ValueError(
-            "segment_ids need is_causal=True, because a bidirectional call has slots for each "
-            "document, and the number of documents is not known, got is_causal=False; pass one "
-            "document a row, padded by the lengths"
-        )
     checks.self_attention("long_short_attention", query, key)
     checks.known_length("long_short_attention", query)
     if segment_size is None:
@@ -261,15 +254,23 @@ def _attend(settings: Settings, projection, scores, query, key, value, given: at
     if scores is None:
         scores = score(projection, key, given.precision)
     keys, values = (normalise(x, settings.window_norm) for x in (key, value))
-    window = _attend_windows(settings.window, query, keys, values, given)
+    if given.segments is None or given.is_causal or not length:
+        window = _attend_windows(settings.window, query, keys, values, given)
+    else:
+        window = _attend_windows_of_documents(settings.window, query, keys, values, given)
 
     slots, size, axis = scores.shape[-1], settings.segment, len(batch)
     segments = math.ceil(length / size) - given.is_causal
     if segments < 1:
         return window
     if given.segments is not None:
-        of_slots = _attend_slots_of_documents(settings, scores, query, key, value, given)
-        return combine(*zip(window, of_slots, strict=True))
+        arrays = scores, query, key, value
+        parts = [window]
+        if not given.is_causal:
+            parts.append(_attend_slots_of_segments(settings, *arrays, given, present))
+        if size < length:
+            parts.append(_attend_slots_of_documents(settings, *arrays, given))
+        return combine(*zip(*parts, strict=True))
 
     def fold(array):
         cut = jax.lax.slice_in_dim(array, 0, min(segments * size, length), axis=axis)
@@ -294,29 +295,78 @@ def _attend(settings: Settings, projection, scores, query, key, value, given: at
 
 
 def _attend_slots_of_documents(settings, scores, query, key, value, given: attention.Arguments):
-    """Attends to the slots of finished segments of the document of each query."""
+    """Attends to the slots of other segments of the document; if causal, of finished ones."""
     assert given.segments is not None
     slots, size, axis = scores.shape[-1], settings.segment, query.ndim - 3
     length, row_ids = query.shape[-3], given.segments[0]
     blocks, of_queries, of_keys = document_blocks.moved(given, size, length)
     query, key, value, scores = map(blocks.gather, (query, key, value, scores))
     fold = functools.partial(folding.fold, size=size, axis=axis)
-    is_key = blocks.is_main & (of_keys != 0)
+    is_key, ids = document_blocks.main_keys(blocks, row_ids, of_keys)
     projected = project(fold(scores), fold(key), fold(value), fold(is_key), given.precision)
     count = blocks.first.shape[-1]
     keys, values = (
         normalise(folding.unfold(x, count * slots, axis), settings.slot_norm) for x in projected
     )
-    # The first token of a block belongs to its main document.
-    ids = jnp.where(fold(is_key).any(-1), fold(blocks.gather_ids(row_ids))[..., 0], 0)
     at = length + (fold(blocks.token)[..., :1] // size) * slots
-    at = (at + lead(jnp.arange(slots, dtype=jnp.int32), at.ndim)).reshape(
-        *ids.shape[:-1], count * slots
-    )
-    of_slots = document_blocks.attend_earlier(
-        blocks, (of_queries, ids), query, keys, values, given, at
+    at = (at + lead(jnp.arange(slots, dtype=jnp.int32), at.ndim)).reshape(*ids.shape[:-1], -1)
+    is_pair: Any = document_blocks.earlier(blocks)
+    if not given.is_causal:
+        is_other = jnp.asarray(is_pair | is_pair.T)
+        is_pair = document_blocks.same_document(blocks) & lead(is_other, axis + 3)
+    of_slots = document_blocks.attend_slots(
+        blocks,
+        (of_queries, jnp.repeat(ids, slots, -1)),
+        query,
+        keys,
+        values,
+        given,
+        at,
+        is_pair,
     )
     return tuple(map(blocks.gather_back, of_slots))
+
+
+def _attend_slots_of_segments(settings, scores, query, key, value, given, present):
+    """Attends to the slots of the own segment of each token."""
+    ids, size, slots = given.segments[0], settings.segment, scores.shape[-1]
+    place = positions_from_segment_ids(ids)
+    token = lead(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.ndim)
+    begin = token - place % size  # the first token of the segment
+    weights = document_slots.softmax_over_documents(scores, begin, present)
+    query, key, value = attention.without_padding(query, key, value, given)
+    out, lse = document_slots.attend(
+        (weights, weights),
+        begin,
+        present,
+        query,
+        key,
+        value,
+        given,
+        ids.shape[-1] + begin // size * slots,
+        functools.partial(normalise, norm=settings.slot_norm),
+    )
+    return attention.clear_rows(out, lse, valid(given.query_lengths, ids, ids.shape[-1]))
+
+
+def _attend_windows_of_documents(size: int, query, key, value, given: attention.Arguments):
+    """Attends within documents to the own block of `size` tokens and half of those beside it."""
+    axis = query.ndim - 3
+    blocks, of_queries, of_keys = document_blocks.moved(given, size, query.shape[-3])
+    query, key, value = map(blocks.gather, (query, key, value))
+    around = functools.partial(_with_sides, size=size, axis=axis)
+    fold = functools.partial(folding.fold, size=size, axis=axis)
+    folded = dataclasses.replace(
+        given,
+        query_lengths=None,
+        key_lengths=None,
+        segments=(fold(of_queries), around(of_keys)),
+        positions=(fold(blocks.token), around(blocks.token)) if given.dropout_rate else None,
+        origin=folding.example_of_blocks(blocks.first.shape[-1]),
+    )
+    found = attention.attend(fold(query), around(key), around(value), folded)
+    places = blocks.token.shape[-1]
+    return tuple(blocks.gather_back(folding.unfold(x, places, axis)) for x in found)
 
 
 def _attend_windows(size: int, query, key, value, given: attention.Arguments):
@@ -326,13 +376,6 @@ def _attend_windows(size: int, query, key, value, given: attention.Arguments):
         given = dataclasses.replace(given, window=(size - 1, 0))
         return attention.attend(query, key, value, given)
     half, blocks = size // 2, math.ceil(length / size)
-
-    def with_sides(array):
-        """`(*B, L, ...)` to `(*B, blocks, half + size + half, ...)`, zeros past the ends."""
-        own = folding.fold(array, size, axis)
-        before = jax.lax.slice_in_dim(own, size - half, size, axis=axis + 1)
-        after = jax.lax.slice_in_dim(own, 0, half, axis=axis + 1)
-        return jnp.concatenate([_move(before, 1, axis), own, _move(after, -1, axis)], axis + 1)
 
     start = size * jnp.arange(blocks) - half
     at = lead(positions_from(start, half + size + half), axis + 2)
@@ -345,15 +388,19 @@ def _attend_windows(size: int, query, key, value, given: attention.Arguments):
         origin=_origin_of_blocks(blocks, size),
     )
     query = folding.fold(query, size, axis)
-    out, lse = attention.attend(query, with_sides(key), with_sides(value), folded)
+    out, lse = attention.attend(
+        query, _with_sides(key, size, axis), _with_sides(value, size, axis), folded
+    )
     return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
 
 
-def _move(array: jax.Array, by: int, axis: int) -> jax.Array:
-    """Shifts an array along an axis and fills with zeros."""
-    padding = [(0, 0, 0)] * array.ndim
-    padding[axis] = (by, -by, 0)
-    return jax.lax.pad(array, jnp.zeros((), array.dtype), padding)
+def _with_sides(array: jax.Array, size: int, axis: int) -> jax.Array:
+    """`(*B, L, ...)` to `(*B, blocks, half + size + half, ...)`, zeros past the ends."""
+    half = size // 2
+    own = folding.fold(array, size, axis)
+    before = jax.lax.slice_in_dim(own, size - half, size, axis=axis + 1)
+    after = jax.lax.slice_in_dim(own, 0, half, axis=axis + 1)
+    return jnp.concatenate([shifted(before, 1, axis), own, shifted(after, -1, axis)], axis + 1)
 
 
 @functools.cache

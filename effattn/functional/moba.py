@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.segments import positions_from_segment_ids, valid
+from effattn.arrays.segments import valid
 from effattn.cores import attention, chosen_blocks, document_blocks, folding
+from effattn.cores.document_blocks import Reach
 from effattn.functional import softmax
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Execution, Packing, Padding, Residual, Scale, declared
@@ -127,37 +128,11 @@ def moba_attention(
     return attention.results(checkpoint_name(out, name), lse, given)
 
 
-class Documents(NamedTuple):
-    """Packed documents whose tokens are in blocks (`effattn.cores.document_blocks`).
-
-    Attributes:
-      counts: int32 `(*B, n)`, keys of the main document in each block.
-      first, last: int32 `(*B, T)`, places of the first and last key of each token's document.
-    """
-
-    counts: jax.Array
-    first: jax.Array
-    last: jax.Array
-
-
 def _attend_documents(name, size, top_k, heads, lengths, ids, **options):
     """Moves the tokens so that each document begins a block, attends, and moves them back."""
     blocks = document_blocks.blocks_of(ids, size)
-    row = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
-    place_in_document = positions_from_segment_ids(ids)
-    present = ids != 0
-    last = jnp.full_like(row, ids.shape[-1] - 1)
-    if lengths is not None:
-        present &= row < lengths[..., None]
-        last = jnp.minimum(last, lengths[..., None] - 1)
-    first = blocks.place - place_in_document
-    documents = Documents(
-        counts=(blocks.gather_ids(present.astype(jnp.int32)) * blocks.is_main)
-        .reshape(*blocks.first.shape, size)
-        .sum(-1, dtype=jnp.int32),
-        first=blocks.gather_ids(first),
-        last=blocks.gather_ids(first + last - (row - place_in_document)),
-    )
+    reach = document_blocks.reach_of(blocks, ids, lengths)
+    documents = Reach(reach.counts, blocks.gather_ids(reach.first), blocks.gather_ids(reach.last))
     query, key, value = map(blocks.gather, heads)
     sums = block_sums(jnp.where(blocks.is_main[..., None, None], key, 0), size)
     positions = jnp.arange(key.shape[-3], dtype=jnp.int32)
@@ -190,7 +165,7 @@ def attend(
     sums: jax.Array,
     limits: jax.Array,
     positions: jax.Array | None = None,
-    documents: Documents | None = None,
+    documents: Reach | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses blocks and attends to them.

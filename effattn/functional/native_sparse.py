@@ -13,14 +13,15 @@ from jax.sharding import PartitionSpec
 from effattn import registry
 from effattn.arrays import checks, mesh_axes
 from effattn.arrays.segments import valid
-from effattn.cores import attention
+from effattn.cores import attention, document_blocks
 from effattn.cores.native_sparse import Compress, Settings, attend
+from effattn.cores.packed_native_sparse import documents_of
 from effattn.functional import softmax
 from effattn.naive import masked_softmax, over_pairs, with_naive
-from effattn.options import Execution, Padding, Scale, declared
+from effattn.options import Execution, Packing, Padding, Scale, declared
 
 
-class Options(Padding, Scale, Execution, total=False):
+class Options(Padding, Packing, Scale, Execution, total=False):
     """The shared options of `native_sparse_attention`."""
 
 
@@ -41,15 +42,19 @@ def naive(
 ):
     """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`, gates `(T, 3)`.
 
-    `selected (T, blocks)` says which blocks a query has selected, by the scores of all heads that
-    share the key head.
+    `selected (T, T)` says whether a query has selected the block that a token begins, by the scores
+    of all heads that share the key head. In packed rows, blocks count from the start of the
+    document.
     """
     i, j = pairs.i[:, None], pairs.j
-    at = _windows(len(key), compression_size, compression_stride)  # (M, l)
+    at = _windows(len(key), compression_size)  # (T, l)
     of_compressed = (compress or _means)(key[at], value[at])
-    last = jnp.asarray(at[:, -1])
-    is_seen = pairs.valid[:, None] & pairs.present[last] & (last <= i)
-    chosen = selected[:, j // block_size] != 0
+    first, last = at[:, 0], at[:, -1]
+    is_block = _compressed(pairs.places, compression_size, compression_stride)
+    is_block &= pairs.present[first] & pairs.present[last]
+    is_same = pairs.query_ids[:, None] == pairs.key_ids
+    is_seen = pairs.valid[:, None] & is_block & is_same & (last <= i)
+    chosen = selected[:, j - pairs.places % block_size] != 0
     parts = (
         (*of_compressed, pairs.with_keys(is_seen, last)),
         (key, value, pairs.where(chosen)),
@@ -59,9 +64,15 @@ def naive(
     return sum(gates[:, n, None] * out for n, out in enumerate(outs))
 
 
-def _windows(length, size, stride):
-    """The tokens of each block to compress, int `(M, l)`."""
-    return np.arange(0, length - size + 1, stride)[:, None] + np.arange(size)
+def _windows(length, size):
+    """The tokens of the block to compress that each token begins, int `(T, l)`."""
+    return np.minimum(np.arange(length)[:, None] + np.arange(size), length - 1)
+
+
+def _compressed(places, size, stride):
+    """Bool `(..., T)`, the tokens that begin a block to compress, by their places in documents."""
+    last = jnp.asarray(_windows(places.shape[-1], size)[:, -1])
+    return (places % stride == 0) & (places[..., last] == places + size - 1)
 
 
 def _means(*blocks):
@@ -77,6 +88,7 @@ def _selection(
     *,
     scale,
     key_value_seq_lengths,
+    segment_ids,
     compression_size,
     compression_stride,
     block_size,
@@ -84,34 +96,44 @@ def _selection(
     compress,
     **_,
 ):
-    """The selected blocks of each query, bool `(*B, T, N, blocks)`, by all pairs."""
+    """The blocks that each query selects, by the tokens that begin them: bool `(*B, T, N, T)`."""
     length, heads, size = query.shape[-3:]
-    key_heads, wide = key.shape[-2], jnp.promote_types(key.dtype, jnp.float32)
+    batch, key_heads = query.shape[:-3], key.shape[-2]
+    wide, t = jnp.promote_types(key.dtype, jnp.float32), jnp.arange(length)
     given = length if key_value_seq_lengths is None else key_value_seq_lengths
-    lengths = jnp.broadcast_to(jnp.asarray(given), query.shape[:-3])[..., None, None, None]
-    t = jnp.arange(length)
-    key, value = (jnp.where(t[:, None, None] < lengths, x, 0) for x in (key, value))
-    at = _windows(length, compression_size, compression_stride)
-    blocks = (jnp.moveaxis(x[..., at, :, :], -3, -2) for x in (key, value))  # (*B, M, K, l, H)
+    lengths = jnp.broadcast_to(jnp.asarray(given), batch)[..., None]
+    ids = jnp.ones(length, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
+    ids = jnp.broadcast_to(ids, (*batch, length))
+    is_same = ids[..., :, None] == ids[..., None, :]  # (*B, T, T)
+    places = t - jnp.where(is_same, t, length).min(-1, initial=length)
+    present = (t < lengths) & (ids != 0)
+    key, value = (jnp.where(present[..., None, None], x, 0) for x in (key, value))
+    at = _windows(length, compression_size)
+    blocks = (jnp.moveaxis(x[..., at, :, :], -3, -2) for x in (key, value))  # (*B, T, K, l, H)
     keys = (compress or _means)(*blocks)[0]
     scale = size**-0.5 if scale is None else scale
 
-    query = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, size).astype(wide)
+    query = query.reshape(*batch, length, key_heads, heads // key_heads, size).astype(wide)
     product = functools.partial(jnp.einsum, precision="highest")
     logits = scale * product("...tkgh,...mkh->...kgtm", query, keys.astype(wide))
     last = jnp.asarray(at[:, -1])
-    is_seen = (last <= t[:, None]) & (last < lengths)
-    weights = masked_softmax(logits, is_seen[..., None, :, :]).sum(-3)  # (*B, K, T, M)
+    is_block = _compressed(places, compression_size, compression_stride) & present[..., last]
+    is_seen = is_same & is_block[..., None, :] & (last <= t[:, None])
+    weights = masked_softmax(logits, is_seen[..., None, None, :, :]).sum(-3)  # (*B, K, T, M)
 
-    steps = jnp.asarray(at[:, ::compression_stride][..., None])  # each stride of a window
-    n, own = jnp.arange(-(-length // block_size)), t[:, None] // block_size
-    overlap = (steps // block_size == n).sum(1).astype(wide)  # (M, blocks)
-    scores = product("...m,mn->...n", weights, overlap)
-    always = (n == 0) | (n == own) | (n == own - 1)
-    scores = jnp.where(n > own, -1, jnp.where(always, jnp.inf, scores))
+    begin = t - places % block_size  # the token that begins the block of each token
+    strides = begin[..., at[:, ::compression_stride]]  # (*B, M, strides)
+    overlap = (strides[..., None] == t).sum(-2).astype(wide)  # (*B, M, T)
+    scores = product("...ktm,...mn->...ktn", weights, overlap)
+    n, number = begin == t, places // block_size
+    behind = number[..., :, None] - number[..., None, :]
+    is_past = is_same & n[..., None, :] & (behind >= 0)
+    always = (number[..., None, :] == 0) | (behind <= 1)
+    scores = jnp.where(always[..., None, :, :], jnp.inf, scores)
+    scores = jnp.where(is_past[..., None, :, :], scores, -1)
     this, other = scores[..., :, None], scores[..., None, :]
-    rank = ((other > this) | ((other == this) & (n < n[:, None]))).sum(-1)
-    selected = jnp.moveaxis((rank < num_selected) & (n <= own), -3, -2)
+    rank = ((other > this) | ((other == this) & (t < t[:, None]))).sum(-1)
+    selected = jnp.moveaxis((rank < num_selected) & is_past[..., None, :, :], -3, -2)
     return {"selected": jnp.repeat(selected, heads // key_heads, -2)}
 
 
@@ -162,7 +184,8 @@ def native_sparse_attention(
       window_size: w, tokens in the window, the present token included.
       compress: `(keys (..., l, H), values (..., l, Hv)) -> (..., H), (..., Hv)`, such as a learned
         network for keys and one for values; default None, means. Gradients flow through it.
-      **options: padding, scale and execution: see `effattn.options`.
+      **options: padding, packing, scale and execution: see `effattn.options`. `segment_ids` are one
+        array `(*B, T)`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`.
@@ -171,6 +194,7 @@ def native_sparse_attention(
       ValueError: wrong shapes, dtypes or values.
     """
     name = "native_sparse_attention"
+    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
     given = attention.check(name, query, key, value, is_causal=True, **options)
     checks.self_attention(name, query, key)
     checks.known_length(name, query)
@@ -184,12 +208,19 @@ def native_sparse_attention(
     gates = checks.shaped("gates", gates, (*query.shape[:-1], 3))
     key_lengths, length = given.key_lengths, query.shape[-3]
     query, key, value = attention.without_padding(query, key, value, given)
-    present = valid(given.query_lengths, None, length)
+    ids = given.segments and given.segments[0]
+    present = valid(given.query_lengths, ids, length)
     if present is not None:
         gates = jnp.where(present[..., None, None], gates, 0)
     with jax.named_scope(name):
         with mesh_axes.of_type(query):
-            compressed = settings.compressed(key, value, compress)
+            documents = None
+            if ids is None or not length:
+                compressed = settings.compressed(key, value, compress)
+            else:
+                compressed, documents = documents_of(
+                    settings, key, value, ids, key_lengths, compress
+                )
         limits = jnp.full(query.shape[:-3], length, jnp.int32)
         limits = limits if key_lengths is None else jnp.minimum(key_lengths, limits)
         options = {"precision": given.precision, "implementation": given.implementation}
@@ -197,12 +228,12 @@ def native_sparse_attention(
         # Kernels need a scale that is known when the program is traced.
         traced = () if isinstance(given.scale, float) else (given.scale,)
 
-        def run(heads, compressed, gates, limits, scale=given.scale):
-            out = attend(settings, heads, compressed, gates, 0, limits, scale=scale, **options)
-            return (out,)
+        def run(heads, compressed, gates, limits, documents, scale=given.scale):
+            arrays = heads, compressed, gates, 0, limits, documents
+            return (attend(settings, *arrays, scale=scale, **options),)
 
         run = mesh_axes.placed(run, query, PartitionSpec(*mesh_axes.spec(query)[:-1], None))
-        (out,) = run((query, key, value), compressed, gates, limits, *traced)
+        (out,) = run((query, key, value), compressed, gates, limits, documents, *traced)
     if present is not None:
         out = jnp.where(present[..., None, None], out, 0)
     return checkpoint_name(out, name)
@@ -225,7 +256,6 @@ registry.register(
         paper="Yuan et al. 2025, Native Sparse Attention",
         function=native_sparse_attention,
         capabilities=frozenset({"causal"}),
-        reasons={"segments": "its blocks start at multiples of their size, not with documents"},
         builder="effattn.nn.native_sparse:NativeSparseSelfAttention",
         decoder="effattn.decode.native_sparse:NativeSparseDecoder",
         options_at=_growing,

@@ -55,7 +55,12 @@ class LearnedBlockSelfAttention(SelfAttention):
 
     @mesh_axes.on_mesh_of_input
     def sample(
-        self, x: jax.Array, rng: jax.Array, *, lengths: jax.Array | None = None
+        self,
+        x: jax.Array,
+        rng: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Mixes whole sequences, with blocks drawn from the policy of the selector.
 
@@ -63,14 +68,15 @@ class LearnedBlockSelfAttention(SelfAttention):
           x: `(B, T, D)`.
           rng: a `jax.random` key.
           lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: as in a call.
 
         Returns:
           `(B, T, D)`, without a gradient for the selector, and the log-probability of the blocks of
           each token and key head, `(B, T, K)`, 0 for padding.
         """
         sequence_parts.check_mixer(self)
-        x, positions, keywords = self._whole(x, lengths, None)
-        heads = self._heads(x, positions)
+        x, positions, keywords = self._whole(x, lengths, segment_ids)
+        heads = self._heads(x, positions, lengths=lengths, segment_ids=segment_ids)
         given: dict[str, Any] = {**keywords, **self._per_token(x), "rng": rng}
         given.pop("implementation", None)  # a naive form exists for the largest scores alone
         out, logs = sampled_block_attention(*heads, **given)

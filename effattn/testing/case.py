@@ -26,7 +26,6 @@ class Case:
       initial_state: `(rng, shapes) -> state`, random, from a pytree of `jax.ShapeDtypeStruct`.
         Default: uniform in [0.1, 1).
       state_and_segments: whether a bidirectional call takes a state and `segment_ids` together.
-      bidirectional_and_segments: whether a bidirectional call takes `segment_ids`.
       cross_and_segments: whether a call with other keys than queries takes `segment_ids`.
       normalized: whether the weights of a query sum to 1.
       bounded: `arrays -> arrays` that keeps extreme inputs in the range where the mechanism
@@ -51,7 +50,6 @@ class Case:
     acts_late: frozenset[str] = frozenset()
     initial_state: Callable[..., Any] | None = None
     state_and_segments: bool = True
-    bidirectional_and_segments: bool = True
     cross_and_segments: bool = True
     normalized: bool = True
     bounded: Callable[[dict[str, Any]], dict[str, Any]] = dict

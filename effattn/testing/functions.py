@@ -231,8 +231,7 @@ def takes_segments(subject: Subject, extent: Extent, is_self: bool = True) -> bo
     with_state = subject.has("state") and not subject.case.state_and_segments
     if not (is_self or subject.case.cross_and_segments):
         return False
-    takes_both_ways = subject.case.bidirectional_and_segments and not with_state
-    return extent.is_causal or takes_both_ways
+    return extent.is_causal or not with_state
 
 
 @st.composite

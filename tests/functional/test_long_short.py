@@ -146,11 +146,7 @@ def test_without_tokens_there_is_nothing():
         ),
         ({"query": np.ones((2, 13, 4, 3))}, "need the same length, got 13 and 14"),
         (
-            {"segment_ids": np.ones((2, 14), int)},
-            "segment_ids need is_causal=True, .* pass one document a row",
-        ),
-        (
-            {"segment_ids": (np.ones((2, 14), int),) * 2, "is_causal": True},
+            {"segment_ids": (np.ones((2, 14), int),) * 2},
             r"segment_ids must be one array \(\*B, T\), .*got a pair",
         ),
     ],

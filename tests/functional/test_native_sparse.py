@@ -10,7 +10,7 @@ import pytest
 
 import effattn
 from effattn.analysis import cost
-from effattn.cores.native_sparse import Settings, _of_blocks
+from effattn.cores.native_sparse import Settings, _of_blocks, _of_strides
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "fla_sparse.npz"
 SIZES = {
@@ -90,7 +90,7 @@ def test_scores_count_the_strides_that_a_compressed_block_shares_with_a_block(si
     for i in range(count):
         for start in range(i * stride, i * stride + size, stride):
             expected[:, start // block] += weights[:, i]
-    scores = _of_blocks(settings, weights, 6)
+    scores = _of_blocks(settings, _of_strides(settings, weights), 6)
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 

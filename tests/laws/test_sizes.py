@@ -13,7 +13,7 @@ from flax import nnx
 
 from effattn import registry
 from effattn.nn import TransformerConfig, TransformerLM
-from tests.cases import FUNCTIONS, MIXERS
+from tests.cases import MIXERS
 from tests.marks import slow, slow_but_for
 
 DIRECTIONS = {"causal": True, "bidirectional": False}
@@ -66,8 +66,7 @@ def padded(name, causal, rows, length):
     yield {}
     if "lengths" in registry.get(name).capabilities:
         yield {"lengths": np.zeros(rows, np.int32)}
-    both_ways = name not in FUNCTIONS or FUNCTIONS[name].bidirectional_and_segments
-    if "segments" in registry.get(name).capabilities and (causal or both_ways):
+    if "segments" in registry.get(name).capabilities:
         yield {"segment_ids": np.ones((rows, length), np.int32)}
 
 

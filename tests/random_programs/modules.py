@@ -100,7 +100,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     given = {g for g in ("lengths", "segments") if g in entry.capabilities and coin(0.7)}
     # A document alone needs as many tokens as there are clusters.
     least = 5 if name == "routing" else 1
-    if length < 2 * least or (name == "long_short" and not is_causal):
+    if length < 2 * least:
         given.discard("segments")
     if decodes:
         given, documents = set(), ((length,),) * rows
