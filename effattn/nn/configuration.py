@@ -99,6 +99,16 @@ class TransformerConfig:
       tie_embeddings: the logits reuse the token embedding as output projection.
       parallel: mixer and feed-forward layer read the same normalised input, and their outputs are
         summed, as in GPT-J. With False, the feed-forward layer follows the mixer.
+      reversible: two streams of D features, as in RevNet and Reformer. A mixer reads the second
+        stream and adds to the first one, the feed-forward layer reads the first one and adds to the
+        second, and so on (see `ReversibleStack`). Both streams start as the embeddings, and the
+        final norm and the output projection read both, 2 D features; so a `TransformerLM` needs
+        `tie_embeddings=False`. The backward pass computes the activations of one sublayer at a
+        time again, and memory for them does not grow with L, but for `TransformerLM.with_costs`,
+        which stores them.
+      feed_forward_chunk_size: tokens per chunk; feed-forward layers compute one chunk after the
+        other, and recompute it in the backward pass, so that hidden features take the memory of one
+        chunk (Kitaev et al. 2020, "Reformer"; see `ChunkedFeedForward`). Default all at once.
       dropout_rate: dropout rate of the embeddings and of each sublayer's output.
       dtype: computation dtype, such as "bfloat16"; default `param_dtype`.
       param_dtype: dtype of the parameters, and so of the gradients.
@@ -136,6 +146,8 @@ class TransformerConfig:
     max_length: int | None = None
     tie_embeddings: bool = True
     parallel: bool = False
+    reversible: bool = False
+    feed_forward_chunk_size: int | None = None
     dropout_rate: float = 0.0
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -148,7 +160,8 @@ class TransformerConfig:
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "features", "num_heads"):
             checks.at_least(name, getattr(self, name), 1)
-        for name in ("num_kv_heads", "head_dim", "hidden_features", "max_length"):
+        sizes = "num_kv_heads", "head_dim", "hidden_features", "max_length"
+        for name in (*sizes, "feed_forward_chunk_size"):
             if getattr(self, name) is not None:
                 checks.at_least(name, getattr(self, name), 1, "or None")
         choices: dict[str, Iterable[str | None]] = {
@@ -175,7 +188,7 @@ class TransformerConfig:
         checks.positive("norm_epsilon", self.norm_epsilon)
         check_dropout_rate(self.dropout_rate)
         flags = "tie_embeddings", "parallel", "post_norm", "use_bias", "remat", "qk_norm"
-        for name in (*flags, "value_residual", "is_causal"):
+        for name in (*flags, "value_residual", "is_causal", "reversible"):
             checks.flag(name, getattr(self, name))
         check_dtype("dtype", self.dtype)
         checks.dtype("param_dtype", self.param_dtype)
@@ -212,12 +225,42 @@ class TransformerConfig:
                 f"experts need feed_forward to be one of {', '.join(FEED_FORWARDS)}, got "
                 f"{self.feed_forward!r}, which reads the token before each token"
             )
+        if self.feed_forward_chunk_size is not None and (
+            self.feed_forward in CHANNEL_MIXINGS or any(several)
+        ):
+            raise ValueError(
+                "feed_forward_chunk_size is for feed-forward layers that map each token alone, "
+                f"{', '.join(FEED_FORWARDS)} without experts, got "
+                f"{self.feed_forward!r} with experts={self.experts!r}; leave it out"
+            )
+        if self.reversible:
+            self._check_reversible()
         for layer in range(self.num_layers):
             for mixer in self.layer_mixer(layer):
                 build.mechanism(mixer["name"])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TransformerConfig) and same_fields(self, other)
+
+    def _check_reversible(self) -> None:
+        reasons = {
+            "parallel": "its sublayers read one stream after the other",
+            "post_norm": "a norm of the sum of a stream has no inverse",
+            "remat": "it recomputes each layer already",
+            "value_residual": "its layers are recomputed without those before",
+            "keys_from": "its layers are recomputed without those before",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                raise ValueError(
+                    f"a model with reversible=True takes no {name}, as {reason}, got "
+                    f"{name}={getattr(self, name)}; leave {name} out"
+                )
+
+    @property
+    def out_features(self) -> int:
+        """Number of features per token of a `Transformer`'s output: D, or 2 D if reversible."""
+        return (1 + self.reversible) * self.features
 
     def _check_sources(self, given: Any) -> None:
         is_tuple = isinstance(given, tuple) and len(given) == self.num_layers
@@ -312,16 +355,15 @@ def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def norm_of(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    """A normalisation of the model's features."""
-    return NORMS[config.norm](
-        config.features, epsilon=config.norm_epsilon, rngs=rngs, **dtypes_of(config)
-    )
+def norm_of(config: TransformerConfig, rngs: nnx.Rngs, features: int | None = None) -> Any:
+    """A normalisation of the model's features, or of another number of features."""
+    features = config.features if features is None else features
+    return NORMS[config.norm](features, epsilon=config.norm_epsilon, rngs=rngs, **dtypes_of(config))
 
 
 def final_norm_of(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
     """The normalisation after the last layer; with `post_norm` that layer ends with one."""
-    return _unchanged if config.post_norm else norm_of(config, rngs)
+    return _unchanged if config.post_norm else norm_of(config, rngs, config.out_features)
 
 
 def _unchanged(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from effattn import registry
 from effattn.arrays import mesh_axes
 from effattn.decode.state import check_state, row_lengths
 from effattn.nn import initializers
-from effattn.nn.block import Layer, Routing, Sublayer
+from effattn.nn.block import Layer, Routing, Streams, Sublayer
 from effattn.nn.build import Mechanism, named
 from effattn.nn.configuration import TransformerConfig, dtypes_of, norm_of
 from effattn.nn.cross_attention import CrossAttention
@@ -18,6 +18,7 @@ from effattn.nn.dropout import dropout_key
 from effattn.nn.equality import same_fields
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.module import Module
+from effattn.nn.reversible import Part
 from effattn.nn.tokens import one_token, token_ids, tokens_of
 from effattn.nn.transformer import Transformer, TransformerState
 
@@ -142,13 +143,13 @@ class DecoderBlock(Layer):
     @mesh_axes.on_mesh_of_input
     def __call__(
         self,
-        x: jax.Array,
+        x: Streams,
         context: Context,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> jax.Array:
+    ) -> Streams:
         """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
         padding = {"lengths": lengths, "segment_ids": segment_ids}
         return self.with_routing(x, context, **padding, rngs=rngs)[0]
@@ -156,13 +157,13 @@ class DecoderBlock(Layer):
     @mesh_axes.on_mesh_of_input
     def with_routing(
         self,
-        x: jax.Array,
+        x: Streams,
         context: Context,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing]:
+    ) -> tuple[Streams, Routing]:
         """Returns the output of a call, and the statistics of its experts, if it has experts."""
         padding = {"lengths": lengths, "segment_ids": segment_ids}
         return self.with_shared(x, None, context, **padding, rngs=rngs)[:2]
@@ -170,15 +171,31 @@ class DecoderBlock(Layer):
     @mesh_axes.on_mesh_of_input
     def with_shared(
         self,
-        x: jax.Array,
+        x: Streams,
         shared: jax.Array | None,
         context: Context,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing, jax.Array | None]:
+    ) -> tuple[Streams, Routing, jax.Array | None]:
         """Returns also the values of the first layer, as `Block.with_shared` does."""
+        given = self._of_call(shared, context, lengths, segment_ids, rngs)
+        x, to_share, routing = self._sublayers(x, *given)
+        return x, routing, to_share
+
+    def parts(
+        self,
+        context: Context,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> list[Part]:
+        """The sublayers of a reversible layer, as `Block.parts` returns them."""
+        return self._parts(*self._of_call(None, context, lengths, segment_ids, rngs))
+
+    def _of_call(self, shared, context, lengths, segment_ids, rngs):
         mixer_key, keys = self._keys(rngs, 3)
         padding = {"lengths": lengths, "segment_ids": segment_ids}
 
@@ -187,27 +204,25 @@ class DecoderBlock(Layer):
 
         cross_key, keys = (None, None) if keys is None else (keys[0], keys[1:])
         cross = self._cross(context, lengths, rngs=cross_key)
-        others = cross, self._after_mixer(**padding)
-        x, to_share, routing = self._sublayers(x, mix, others, keys)
-        return x, routing, to_share
+        return mix, (cross, self._after_mixer(**padding)), keys
 
     @mesh_axes.on_mesh_of_input
     def extend(
-        self, x: jax.Array, state: Any, context: Context, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
+        self, x: Streams, state: Any, context: Context, *, lengths: jax.Array | None = None
+    ) -> tuple[Streams, Any]:
         """Applies the layer to T new tokens; `state` is that of `init_state`."""
         return self.extend_with_shared(x, state, None, context, lengths=lengths)[:2]
 
     @mesh_axes.on_mesh_of_input
     def extend_with_shared(
         self,
-        x: jax.Array,
+        x: Streams,
         state: Any,
         shared: jax.Array | None,
         context: Context,
         *,
         lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, jax.Array | None]:
+    ) -> tuple[Streams, Any, jax.Array | None]:
         """Returns also the values of the first layer, as `Block.extend_with_shared` does."""
         cross = self._cross(context, lengths, query_offset=state.length)
         return self._extended(x, state, shared, lengths, cross)
@@ -230,7 +245,7 @@ class _Decoder(TransformerLM):
         super().__init__(config.decoder, rngs=rngs)
 
     def _make_block(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs) -> DecoderBlock:
-        options, context_features = self.sides.cross_attention, self.sides.encoder.features
+        options, context_features = self.sides.cross_attention, self.sides.encoder.out_features
         return DecoderBlock(config, layer, options, context_features, rngs=rngs)
 
 
@@ -319,7 +334,7 @@ class EncoderDecoder(Module):
         lengths: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Encoder output `(B, S, D)` for source tokens `(B, S)`."""
+        """Encoder output `(B, S, out_features)` for source tokens `(B, S)`."""
         return self.encoder._features(source, lengths, None, rngs, name="source")[0]
 
     @mesh_axes.on_mesh_of_input
@@ -341,12 +356,12 @@ class EncoderDecoder(Module):
         project the source again.
 
         Args:
-          encoded: `(B, S, D)`, the output of `encode`.
+          encoded: the output of `encode`.
           max_length: maximum number of target tokens per row.
           dtype: dtype of the decoder's caches; default the decoder's dtype.
           lengths: `(B,)` int, valid source tokens; default S.
         """
-        encoded = tokens_of("encoded", encoded, self.config.encoder.features)
+        encoded = tokens_of("encoded", encoded, self.config.encoder.out_features)
         return EncoderDecoderState(
             contexts=self._contexts(encoded, lengths),
             decoder=self.decoder.init_state(encoded.shape[0], max_length, dtype),
@@ -385,7 +400,7 @@ class Given:
 
     Attributes:
       model: the encoder-decoder model.
-      encoded: `(B, S, D)`, the encoder's output.
+      encoded: the encoder's output, as `EncoderDecoder.encode` returns it.
       lengths: `(B,)` int, valid source tokens of each row; None if all are valid.
     """
 

@@ -24,15 +24,24 @@ class TransformerLM(Transformer):
     Args:
       config: model configuration.
       rngs: random streams for parameter initialisation.
+
+    Raises:
+      ValueError: as `Transformer`; also for a reversible model with tied embeddings.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
+        if config.tie_embeddings and config.reversible:
+            raise ValueError(
+                "a TransformerLM with reversible=True has logits of "
+                f"{config.out_features} features, and its embeddings have {config.features}; give "
+                "tie_embeddings=False"
+            )
         self.head = (
             None
             if config.tie_embeddings
             else nnx.Linear(
-                config.features,
+                config.out_features,
                 config.vocab_size,
                 use_bias=False,
                 kernel_init=initializers.embedding_init,

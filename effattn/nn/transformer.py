@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from effattn.arrays import checks, mesh_axes
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
 from effattn.decode.state import check_capacity, check_state, is_concrete, new_lengths, row_lengths
-from effattn.nn import initializers
+from effattn.nn import initializers, reversible
 from effattn.nn.array_options import own_copy
 from effattn.nn.block import Block, Routing
 from effattn.nn.configuration import TransformerConfig, dtypes_of, final_norm_of
@@ -62,7 +62,6 @@ class Transformer(Module):
         if not isinstance(config, TransformerConfig):
             raise ValueError(f"config must be a TransformerConfig, got {config!r}")
         self.config = config
-        dtypes = dtypes_of(config)
         kind, embedding_init = config.position_kind(), initializers.embedding_init
         if kind == "sinusoidal":  # a call multiplies embeddings by sqrt(D)
             embedding_init = nnx.initializers.normal(config.features**-0.5)
@@ -70,7 +69,7 @@ class Transformer(Module):
             nnx.Embed,
             features=config.features,
             embedding_init=embedding_init,
-            param_dtype=dtypes["param_dtype"],
+            param_dtype=dtypes_of(config)["param_dtype"],
             rngs=rngs,
         )
         self.embed = embed(
@@ -108,7 +107,7 @@ class Transformer(Module):
           rngs: `nnx.Rngs` or a key for dropout; None disables dropout.
 
         Returns:
-          `(B, T, D)`.
+          `(B, T, D)`; `(B, T, 2 D)` from a reversible model.
         """
         return self._features(tokens, lengths, segment_ids, rngs)[0]
 
@@ -195,17 +194,49 @@ class Transformer(Module):
         key = dropout_key(rngs)
         x = self._embed(tokens, positions, valid, name)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
-        routing: Routing = ()
+        if self.config.reversible and before is None:
+            x, routing = self._reversibly(x, lengths, segment_ids, key, *contexts)
+            return self.norm(x), routing
+        x, routing = self._streams(x), ()
         kept: dict[int | None, Any] = {}
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
-            x = mesh_axes.constrained(x, ACTIVATIONS)
+            x = jax.tree.map(lambda x: mesh_axes.constrained(x, ACTIVATIONS), x)
             if before is not None:
                 before(block, x, lengths, segment_ids)
             shared = kept.get(self.config.shared_source(layer))
             given = lengths, segment_ids, _fold_in(key, layer), shared, *context
             x, stats, kept[layer] = self._block(block, x, *given)
             routing += stats
-        return self.norm(x), routing
+        return self.norm(self._joined(x)), routing
+
+    def _streams(self, x):
+        """The input of the first layer: embeddings, or two streams of them in at least float32."""
+        return (x.astype(dtypes.wide(x)),) * 2 if self.config.reversible else x
+
+    def _joined(self, x):
+        """The features that the final norm reads, from the output of the last layer."""
+        return jnp.concatenate(x, -1) if self.config.reversible else x
+
+    def _reversibly(self, x, lengths, segment_ids, key, *contexts):
+        """Output of a reversible model's layers, without a norm, and the statistics of experts."""
+
+        def call(blocks, x, lengths, segment_ids, key, *contexts):
+            def placed(part):
+                return lambda x: part(mesh_axes.constrained(x, ACTIVATIONS))
+
+            padding = {"lengths": lengths, "segment_ids": segment_ids}
+            parts = [
+                placed(part)
+                for layer, (block, *context) in enumerate(zip(blocks, *contexts, strict=True))
+                for part in block.parts(*context, **padding, rngs=_fold_in(key, layer))
+            ]
+            streams, further = reversible.run(parts, *self._streams(x))
+            routing = tuple(stats for stats in further if stats is not None)
+            return self._joined(streams), routing
+
+        given = self.blocks, x, lengths, segment_ids, key, *contexts
+        places = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()
+        return mesh_axes.placed(call, x, *places)(*given)
 
     def _check_columns(self, count, name="tokens"):
         """Raises `ValueError` if there are fewer learned positions than columns of tokens."""
@@ -228,7 +259,8 @@ class Transformer(Module):
         lengths = new_lengths(lengths, batch, time)
         if self.positions is not None:
             check_capacity(state.length, lengths, self.positions.num_embeddings)
-        x = self._embed(tokens, positions_from(state.length, time), within(lengths, time))
+        embedded = self._embed(tokens, positions_from(state.length, time), within(lengths, time))
+        x = self._streams(embedded)
         layers: list[Any] = []
         kept: dict[int | None, Any] = {}
         several = zip(self.blocks, state.layers, *contexts, strict=True)
@@ -238,7 +270,7 @@ class Transformer(Module):
             # Keys and values are part of the state.
             kept[number] = after if values is None else values
             layers.append(after)
-        return self.norm(x), TransformerState(tuple(layers), state.length + lengths)
+        return self.norm(self._joined(x)), TransformerState(tuple(layers), state.length + lengths)
 
     def _embed(self, tokens, positions, valid, name="tokens"):
         if valid is not None:
@@ -266,9 +298,10 @@ class Transformer(Module):
             if isinstance(policy, str):
                 policy = getattr(jax.checkpoint_policies, policy)
             call = jax.checkpoint(call, policy=policy)
-        whole, of_tokens = (PartitionSpec(*mesh_axes.spec(x)[:axes]) for axes in (3, 2))
+        like = x[0] if self.config.reversible else x
+        whole, of_tokens = (PartitionSpec(*mesh_axes.spec(like)[:axes]) for axes in (3, 2))
         given = lengths, segment_ids, key, *shared_and_context
-        return mesh_axes.placed(call, x, whole, PartitionSpec(), of_tokens)(block, x, *given)
+        return mesh_axes.placed(call, like, whole, PartitionSpec(), of_tokens)(block, x, *given)
 
 
 def _extend_block(block, x, state, lengths, *shared_and_context):
