@@ -28,6 +28,7 @@ from effattn.nn.hybrid import HybridHeads
 from effattn.nn.module import Module
 from effattn.nn.reversible import Part
 from effattn.nn.shared_keys import SharedKeysAttention
+from effattn.nn.tokens import with_global_mask
 from effattn.parallel.mixers import divided
 
 # The statistics of each mixture of experts, from the first layer to the last.
@@ -90,16 +91,25 @@ class Layer(Module):
             _, x = x
         return x if self.post_norm else self.mixer_norm(x)
 
-    def _mix(self, h: jax.Array, shared: Any, rngs: jax.Array | None, **padding: Any) -> Any:
+    def _mix(
+        self,
+        h: jax.Array,
+        shared: Any,
+        rngs: jax.Array | None,
+        *,
+        global_mask: jax.Array | None = None,
+        **padding: Any,
+    ) -> Any:
         """The output of the mixer, and what it shares with later layers, or None."""
+        padding |= with_global_mask(self.mixer, global_mask)
         if self.shares:
             return self.mixer.with_shared(h, shared, **padding, rngs=rngs)
         if rngs is not None:  # dropout is not divided
             return self.mixer(h, **padding, rngs=rngs), None
         return divided(self.mixer, h)(h, **padding), None
 
-    def _after_mixer(self, **padding: Any) -> Sublayer:
-        """The sublayer of the feed-forward layer for whole sequences."""
+    def _after_mixer(self, *, global_mask: jax.Array | None = None, **padding: Any) -> Sublayer:
+        """The sublayer of the feed-forward layer for whole sequences, which reads no mask."""
 
         def feed_forward(h):
             if isinstance(self.feed_forward, MixtureOfExperts):
@@ -127,6 +137,7 @@ class Layer(Module):
         shared: Any,
         lengths: jax.Array | None,
         *between: Sublayer,
+        global_mask: jax.Array | None = None,
     ) -> tuple[Streams, Any, Any]:
         """Applies the layer to new tokens, with the sublayers `between` the others."""
         has_state = isinstance(self.feed_forward, ChannelMixing)
@@ -149,7 +160,8 @@ class Layer(Module):
 
         def mix(h):
             if not self.shares:
-                y, after = self.mixer.extend(h, of_mixer, lengths=lengths)
+                mask = with_global_mask(self.mixer, global_mask)
+                y, after = self.mixer.extend(h, of_mixer, lengths=lengths, **mask)
                 return y, (after, None)
             of_source = shared.mixer if isinstance(shared, LayerState) else shared
             y, *after = self.mixer.extend_with_shared(h, of_mixer, of_source, lengths=lengths)
@@ -243,10 +255,15 @@ class Block(Layer):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
     ) -> Streams:
-        """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
-        return self.with_routing(x, lengths=lengths, segment_ids=segment_ids, rngs=rngs)[0]
+        """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout.
+
+        `global_mask` is for a mixer that takes it, see `LongformerSelfAttention`.
+        """
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self.with_routing(x, **marks, rngs=rngs)[0]
 
     @mesh_axes.on_mesh_of_input
     def with_routing(
@@ -255,10 +272,12 @@ class Block(Layer):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
     ) -> tuple[Streams, Routing]:
         """Returns the output of a call, and the statistics of its experts, if it has experts."""
-        return self.with_shared(x, lengths=lengths, segment_ids=segment_ids, rngs=rngs)[:2]
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self.with_shared(x, **marks, rngs=rngs)[:2]
 
     @mesh_axes.on_mesh_of_input
     def with_shared(
@@ -268,15 +287,15 @@ class Block(Layer):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
     ) -> tuple[Streams, Routing, Any]:
         """The results of `with_routing`, and what the layer shares with later layers, or None.
 
         `shared` is what an earlier layer shares: keys and values, or values alone.
         """
-        x, to_share, routing = self._sublayers(
-            x, *self._of_call(shared, lengths, segment_ids, rngs)
-        )
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        x, to_share, routing = self._sublayers(x, *self._of_call(shared, marks, rngs))
         return x, routing, to_share
 
     def parts(
@@ -284,35 +303,47 @@ class Block(Layer):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
     ) -> list[Part]:
         """The sublayers of a reversible layer, for `reversible.run`; arguments as in a call."""
-        return self._parts(*self._of_call(None, lengths, segment_ids, rngs))
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self._parts(*self._of_call(None, marks, rngs))
 
-    def _of_call(self, shared, lengths, segment_ids, rngs):
+    def _of_call(self, shared, marks, rngs):
         """The mixer, the other sublayers and the dropout keys, as arguments of `_sublayers`."""
         mixer_key, keys = self._keys(rngs)
-        padding = {"lengths": lengths, "segment_ids": segment_ids}
 
         def mix(h):
-            return self._mix(h, shared, mixer_key, **padding)
+            return self._mix(h, shared, mixer_key, **marks)
 
-        return mix, (self._after_mixer(**padding),), keys
+        return mix, (self._after_mixer(**marks),), keys
 
     def extend(
-        self, x: Streams, state: Any, *, lengths: jax.Array | None = None
+        self,
+        x: Streams,
+        state: Any,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
     ) -> tuple[Streams, Any]:
         """Applies the layer to T new tokens; `state` is that of `init_state`."""
-        return self.extend_with_shared(x, state, lengths=lengths)[:2]
+        return self.extend_with_shared(x, state, lengths=lengths, global_mask=global_mask)[:2]
 
     def extend_with_shared(
-        self, x: Streams, state: Any, shared: Any = None, *, lengths: jax.Array | None = None
+        self,
+        x: Streams,
+        state: Any,
+        shared: Any = None,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
     ) -> tuple[Streams, Any, Any]:
         """The results of `extend`, and what the layer shares with later layers, or None.
 
         `shared` is what an earlier layer shares: its state after these tokens, or its values.
         """
-        return self._extended(x, state, shared, lengths)
+        return self._extended(x, state, shared, lengths, global_mask=global_mask)
 
 
 def build_feed_forward(config: TransformerConfig, layer: int, **common: Any) -> Any:

@@ -148,7 +148,7 @@ class PipelinedLM(TransformerLM):
                 x, more = carry
                 for block in nnx.merge(graph, own, fixed):
                     x = mesh_axes.constrained(x, ACTIVATIONS)
-                    x, routing, _ = self._block(block, x, None, None, None)
+                    x, routing, _ = self._block(block, x, {}, None, None)
                     if routing_loss is not None:
                         more = more + sum(map(routing_loss, routing))
                 return x, more

@@ -93,7 +93,7 @@ HEADS = {
     "long_short": {"window_size": 3, "segment_size": 4, "num_projected": 2},
     "longformer": {
         "local_window_size": 9,
-        "num_global": 3,
+        "global_tokens": 3,
         "max_global": 9,
         "global_projections": True,
         "rotary": ROTARY,
