@@ -1,11 +1,12 @@
 """Static configuration of Transformers."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from effattn.arrays import checks
@@ -64,7 +65,8 @@ class TransformerConfig:
       hidden_features: hidden size of the feed-forward layer; default 8/3 D, rounded up to a
         multiple of 8, with a gate, for channel mixings the default of their class, and else 4 D.
       experts: `Experts`, for a `MixtureOfExperts` of such feed-forward layers in place of one; a
-        tuple of L entries, one for each layer, with None for a single feed-forward layer; or None.
+        sequence of L entries, one for each layer, with None for a single feed-forward layer; or
+        None.
       norm: normalisation before each sublayer and at the end, "rms" or "layer", with scale (and
         bias).
       norm_epsilon: epsilon of the norms.
@@ -130,7 +132,7 @@ class TransformerConfig:
     head_dim: int | None = None
     feed_forward: str = "swiglu"
     hidden_features: int | None = None
-    experts: Experts | tuple[Experts | None, ...] | None = None
+    experts: Experts | Sequence[Experts | None] | None = None
     norm: str = "rms"
     norm_epsilon: float = 1e-6
     post_norm: bool = False
@@ -139,7 +141,7 @@ class TransformerConfig:
     mixer: build.Mechanism | tuple[build.Mechanism, ...] | list[build.Mechanism] = (
         dataclasses.field(default="softmax", hash=False)
     )
-    keys_from: tuple[int, ...] | None = None
+    keys_from: Sequence[int] | None = None
     positions: str | RotaryEmbedding | None = None
     rotary_theta: float = 10000.0
     rotary_scaling: float = 1.0
@@ -158,6 +160,9 @@ class TransformerConfig:
     is_causal: bool = True
 
     def __post_init__(self):
+        for name in ("keys_from", "experts"):  # tuples are hashable
+            if isinstance(given := getattr(self, name), Sequence | np.ndarray):
+                object.__setattr__(self, name, tuple(given))
         for name in ("vocab_size", "num_layers", "features", "num_heads"):
             checks.at_least(name, getattr(self, name), 1)
         sizes = "num_kv_heads", "head_dim", "hidden_features", "max_length"
@@ -217,8 +222,8 @@ class TransformerConfig:
             isinstance(self.experts, tuple) and len(several) != self.num_layers
         ):
             raise ValueError(
-                f"experts must be Experts or None for all layers, or a tuple of {self.num_layers}, "
-                f"one for each layer, got {self.experts!r}"
+                "experts must be Experts or None for all layers, or a sequence of "
+                f"{self.num_layers}, one for each layer, got {self.experts!r}"
             )
         if self.feed_forward in CHANNEL_MIXINGS and any(several):
             raise ValueError(
@@ -269,8 +274,9 @@ class TransformerConfig:
             for layer, source in enumerate(given)
         ):
             raise ValueError(
-                f"keys_from must be a tuple of num_layers={self.num_layers} ints, for each layer "
-                "its own index or that of an earlier layer with keys and values of its own, got "
+                f"keys_from must be a sequence of num_layers={self.num_layers} ints, for each "
+                "layer its own index or that of an earlier layer with keys and values of its own, "
+                "got "
                 f"{given!r}"
             )
 
@@ -323,7 +329,9 @@ class TransformerConfig:
 
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of a layer; None for a single feed-forward layer."""
-        return self.experts[layer] if isinstance(self.experts, tuple) else self.experts
+        if self.experts is None or isinstance(self.experts, Experts):
+            return self.experts
+        return self.experts[layer]
 
     def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
         """Name (or callable) and options of a layer's mixer, one mapping per group of heads."""

@@ -227,7 +227,7 @@ class HybridHeads(SeveralMixers):
 
     @property
     def takes_global_mask(self) -> bool:
-        """Whether a group takes `global_mask`."""
+        """True if a group takes `global_mask`."""
         return any(getattr(mixer, "takes_global_mask", False) for mixer in self.mixers)
 
     def _check_mask(self, global_mask):
@@ -247,6 +247,7 @@ class OfHeads(Module):
     def __init__(self, score_mod: Callable[..., Any], first: int):
         self.score_mod = score_mod
         self.first = first
+        self.is_causal = getattr(score_mod, "is_causal", False)
 
     def __call__(self, logit: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         """Calls `score_mod` with the layer's head index `first + h`."""

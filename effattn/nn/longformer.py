@@ -161,18 +161,18 @@ class LongformerSelfAttention(SelfAttention):
 
     @property
     def takes_global_mask(self) -> bool:
-        """Whether calls select the global tokens by `global_mask`."""
+        """True if calls select the global tokens by `global_mask`."""
         return self.max_global is not None and not self.global_tokens
 
     def _are_global(self, places: jax.Array) -> jax.Array:
-        """Whether the tokens at these positions of their documents are global."""
+        """Bool of the shape of `places`: the tokens at these positions of documents are global."""
         if self._are_leading:
             return places < len(self.global_tokens)
         return jnp.isin(places, np.array(self.global_tokens, np.int32))
 
     @property
     def _are_leading(self) -> bool:
-        """Whether the global tokens of a document are its first tokens."""
+        """True if the global tokens of a document are its first tokens."""
         return self.global_tokens == range(len(self.global_tokens))
 
     def _decoder(self) -> Any:
