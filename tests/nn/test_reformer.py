@@ -391,6 +391,6 @@ def test_calls_that_do_not_suit_are_refused():
     with pytest.raises(ValueError, match=re.escape("x must be two streams (x1, x2)")):
         Block(PLAIN, 0, rngs=nnx.Rngs(0))(floats(1, 3, 16))
     with pytest.raises(ValueError, match="model must have reversible=False: plans do not count"):
-        planning.plan(PLAIN, None, 64, {}, "H100")
+        planning.plan(PLAIN, None, 64, {}, "h100")
     with pytest.raises(ValueError, match="reversible=True cannot be divided in stages"):
         PipelinedLM(made(PLAIN), 2)

@@ -255,6 +255,12 @@ def test_documents_of_exchanged_heads(name):
     check(name, parallel.exchange_heads, options, segment_ids=IDS, lengths=LENGTHS)
 
 
+def test_convolutions_read_both_neighbours():
+    options = {"heads": 4, "width": 4, "combination": "sum", "is_causal": False}
+    given = {"segment_ids": IDS, "lengths": LENGTHS}
+    check("convolution_attention", parallel.exchange_heads, options, **given)
+
+
 @pytest.mark.slow
 def test_gates_read_the_tokens_of_their_device():
     module = filled_at_random(lambda: nn.GatedSelfAttention(FEATURES, 4, rngs=nnx.Rngs(0)))
