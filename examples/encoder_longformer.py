@@ -32,14 +32,14 @@ def draw_rows(rng, count):
 
 
 # %%
-# A `Transformer` maps tokens to features. In its layers `num_global=1` makes the first token of
+# A `Transformer` maps tokens to features. In its layers `global_tokens=1` makes the first token of
 # each row global. In the first layer a word learns from its window that it follows `MARK`; in the
 # second layer the global token finds such words, wherever they are.
 
 
 class Classifier(nnx.Module):
     def __init__(self, *, rngs):
-        mixer = {"name": "longformer", "local_window_size": 4, "num_global": 1}
+        mixer = {"name": "longformer", "local_window_size": 4, "global_tokens": 1}
         sizes = {"vocab_size": 2 + WORDS, "num_layers": 2, "features": 32, "num_heads": 4}
         config = nn.TransformerConfig(**sizes, mixer=mixer, is_causal=False)
         self.encoder = nn.Transformer(config, rngs=rngs)

@@ -583,7 +583,10 @@ MIXERS = {
     "bidirectional": Case(
         variants={"": {"mixer": {"name": "mamba", "state_size": 3}}, "heads": {"mixer": "linear"}}
     ),
-    "convolution_attention": Case(mix=mixes.convolve_and_attend, variants={"": {"width": 3}}),
+    "convolution_attention": Case(
+        mix=mixes.convolve_and_attend,
+        variants={"": {"width": 3}, "sum": {"width": 4, "combination": "sum"}},
+    ),
     "recurrent_memory": Case(
         variants={
             "": {"segment_size": 5, "num_slots": 3},

@@ -79,8 +79,10 @@ def mixture(mixer, x):
 
 
 def convolve_and_attend(mixer, x):
-    parts = {name: getattr(mixer, name) for name in ("project", "convolution", "out")}
-    inside = SimpleNamespace(attention=plain(mixer.attention), **parts)
+    names = "project", "convolution", "out", "combination", "is_causal"
+    attend = plain(mixer.attention)
+    attend.value = lambda x: jnp.einsum("btd,dnh->btnh", x, mixer.attention.value.kernel[...])
+    inside = SimpleNamespace(attention=attend, **{name: getattr(mixer, name) for name in names})
     return naive("convolution_attention")(inside, x)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -109,7 +110,7 @@ def with_derivatives(
     """The function with a backward pass of its own, and with JAX's derivatives in forward mode.
 
     Args:
-      function: `(static, *operands) -> results`, floating-point arrays.
+      function: `(static, *operands) -> results`.
       forward: `(static, *operands) -> (results, residuals)`.
       backward: `(static, residuals, cotangents) -> gradients of the operands`, with None for a
         subtree without gradients.
@@ -126,6 +127,8 @@ def with_derivatives(
         moving = [n for n, zero in enumerate(is_zero) if not zero]
         known, of_known = jax.tree.flatten((leaves, residuals))
         outputs, of_outputs = jax.tree.flatten(results)
+        # Integers have no tangents.
+        tangents_out = [None if _is_float(y) else _nothing(y) for y in outputs]
 
         def along(known, tangents):
             leaves, _ = jax.tree.unflatten(of_known, known)
@@ -135,21 +138,40 @@ def with_derivatives(
                 return plain(static, *jax.tree.unflatten(structure, arrays.values()))
 
             given = tuple(leaves[n] for n in moving)
-            return jax.tree.leaves(jax.jvp(of_moving, given, tuple(tangents))[1])
+            _, found = jax.jvp(of_moving, given, tuple(tangents))
+            return [x for x, y in zip(jax.tree.leaves(found), outputs, strict=True) if _is_float(y)]
 
         def back(known, cotangents):
             leaves, residuals = jax.tree.unflatten(of_known, known)
-            found = backward(static, residuals, jax.tree.unflatten(of_outputs, cotangents))
+            given = jax.tree.unflatten(of_outputs, _filled(tangents_out, cotangents))
+            found = backward(static, residuals, given)
             found = _leaf_by_leaf(found, jax.tree.unflatten(structure, leaves))
             return [jnp.zeros_like(leaves[n]) if found[n] is None else found[n] for n in moving]
 
         if not moving:
-            return results, jax.tree.map(jnp.zeros_like, results)
+            nothing = [jnp.zeros_like(y) if _is_float(y) else _nothing(y) for y in outputs]
+            return results, jax.tree.unflatten(of_outputs, nothing)
         given = [jax.tree.leaves(tangents)[n] for n in moving]
-        return results, jax.tree.unflatten(of_outputs, linear_map(along, back, known, given))
+        found = linear_map(along, back, known, given)
+        return results, jax.tree.unflatten(of_outputs, _filled(tangents_out, found))
 
     run.defjvp(jvp, symbolic_zeros=True)
     return run
+
+
+def _is_float(x):
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _nothing(x):
+    """The tangent of an array of integers."""
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _filled(places, arrays):
+    """The list with the arrays, in order, in the places that are None."""
+    each = iter(arrays)
+    return [next(each) if place is None else place for place in places]
 
 
 def _leaf_by_leaf(gradients, operands):

@@ -87,23 +87,25 @@ def placed_like(x: jax.Array, function: Callable[..., jax.Array], *arguments: An
 def extended(
     function: Callable[..., tuple[Any, ...]],
     module: Any,
-    x: jax.Array,
+    x: Any,
     state: Any,
     *more: Any,
     further: int = 0,
 ) -> tuple[Any, ...]:
     """Calls `function(module, x, state, *more)` by `placed`.
 
-    The function returns `(y, state, ...)`, with `further` more results. y is sharded like x, and
-    further results like the rows and tokens of x. The new state is sharded like the old state, with
-    its rows (first axis) sharded like those of x.
+    x is an array or several arrays of the same sharding. The function returns `(y, state, ...)`,
+    with `further` more results. y is sharded like x, and further results like the rows and tokens
+    of x. The new state is sharded like the old state, with its rows (first axis) sharded like those
+    of x.
     """
-    if not explicit(x):
+    like, *_ = jax.tree.leaves(x)
+    if not explicit(like):
         return function(module, x, state, *more)
-    rows, *_ = spec(x)
+    rows, *_ = spec(like)
     specs = jax.tree.map(lambda leaf: PartitionSpec(rows, *spec(leaf)[1:]), state)
-    of_tokens = [PartitionSpec(*spec(x)[:2])] * further
-    return placed(function, x, PartitionSpec(*spec(x)), specs, *of_tokens)(module, x, state, *more)
+    places = PartitionSpec(*spec(like)), specs, *[PartitionSpec(*spec(like)[:2])] * further
+    return placed(function, like, *places)(module, x, state, *more)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from jax import lax
 
 from effattn.arrays import dropout, dtypes, mesh_axes
 from effattn.arrays.axes import lead
+from effattn.arrays.linear_map import with_derivatives
 from effattn.cores import attention, folding
 from effattn.cores.running_maxima import maxima_of_documents
 
@@ -21,13 +22,16 @@ from effattn.cores.running_maxima import maxima_of_documents
 _CHUNK = 64
 
 
-@jax.custom_vjp
 def document_sums(x: jax.Array, ids: jax.Array) -> jax.Array:
     """The sum of `x (*B, T, F)` over the document of each token, in the same shape.
 
     A document is a contiguous run of equal `ids (*B, T)`. The order of summation is fixed. Time
     O(T F), memory O(T F).
     """
+    return _summed(None, x, ids)
+
+
+def _sums(_, x, ids):
     length, axis = ids.shape[-1], ids.ndim - 1
     size = min(_CHUNK, length)
     # A new id for the padding.
@@ -62,15 +66,12 @@ def document_sums(x: jax.Array, ids: jax.Array) -> jax.Array:
     return folding.unfold(total, length, axis)
 
 
-def _sums_fwd(x, ids):
-    return document_sums(x, ids), ids
-
-
-def _sums_bwd(ids, cotangent):
-    return document_sums(cotangent, ids), None
-
-
-document_sums.defvjp(_sums_fwd, _sums_bwd)
+# The sum over a document is its own transpose.
+_summed = with_derivatives(
+    _sums,
+    lambda _, x, ids: (_sums(_, x, ids), ids),
+    lambda _, ids, cotangent: (_sums(_, cotangent, ids), None),
+)
 
 
 def softmax_over_documents(scores: jax.Array, ids: jax.Array, present: jax.Array) -> jax.Array:

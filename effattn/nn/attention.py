@@ -34,7 +34,7 @@ class Attention(Module):
         head_dim, value_dim = own.get("head_dim"), own.get("value_dim")
         head_dim = head_size(in_features, num_heads, head_dim)
         num_kv_heads = key_heads(num_heads, own.get("num_kv_heads"))
-        function, binding, options = bind(attention, options)
+        function, binding, options = bind(attention, options, type(self))
         if num_kv_heads != num_heads:
             binding.require("grouped", f"num_kv_heads={num_kv_heads}")
         dropout_rate = own.get("dropout_rate", 0.0)
@@ -86,6 +86,21 @@ class Attention(Module):
     def _dropout(self, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> dict[str, Any]:
         key = dropout_key(rngs) if self.dropout_rate else None
         return {} if key is None else {"dropout_rate": self.dropout_rate, "dropout_rng": key}
+
+
+def check_score_mod(score_mod: Any, num_heads: int, is_causal: bool) -> None:
+    """Raises `ValueError` for a `score_mod` made for other heads, or for causal attention alone."""
+    biased = getattr(score_mod, "num_heads", num_heads)
+    if biased != num_heads:
+        raise ValueError(
+            f"score_mod must be for the {num_heads} heads of the layer, got one for {biased}"
+        )
+    if getattr(score_mod, "is_causal", False) and not is_causal:
+        raise ValueError(
+            f"score_mod must be for bidirectional attention, got a {type(score_mod).__name__} with "
+            "is_causal=True, which does not tell keys after a query from keys before it; make it "
+            "with is_causal=False, or the attention causal"
+        )
 
 
 def refuse(module: type, options: dict[str, Any], names: tuple[str, ...], advice: str) -> None:

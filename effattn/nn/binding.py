@@ -28,6 +28,9 @@ _RESERVED = frozenset({"query", "key", "value", "positions"}).union(
 )
 
 
+_OF_ANY_FUNCTION = "effattn.nn.SelfAttention"  # the mixer of mechanisms without one of their own
+
+
 @dataclasses.dataclass(frozen=True)
 class Binding:
     """Static description of an attention function; hashable, as Flax requires of static attributes.
@@ -104,12 +107,12 @@ class Binding:
             own = "" if self.mechanism is None else self.mechanism.mixer
             raise ValueError(
                 f"attention {self.name!r} needs {missing}: give it as an option"
-                + (f", or use {own}" if own not in ("", "effattn.nn.SelfAttention") else "")
+                + (f", or use {own}" if own not in ("", _OF_ANY_FUNCTION) else "")
             )
 
 
 def bind(
-    attention: str | Callable[..., Any], options: Mapping[str, Any]
+    attention: str | Callable[..., Any], options: Mapping[str, Any], module: type | None = None
 ) -> tuple[Callable[..., Any], Binding, dict[str, Any]]:
     """Resolves `attention` and checks its options.
 
@@ -118,6 +121,7 @@ def bind(
         keywords become options), or any other function or module of query, key and value.
       options: arguments for the function. They override the keywords of a partial, which override
         the registry's defaults.
+      module: the class of the mixer, whose options an error message names.
 
     Returns:
       The function to call, its `Binding`, and the merged options.
@@ -136,7 +140,7 @@ def bind(
         )
     unknown = sorted(option for option in options if not binding.takes(option))
     if unknown:
-        known = sorted((binding.parameters or frozenset()) - _RESERVED)
+        known = sorted(_known(binding, module))
         raise ValueError(
             f"attention {name!r} has no option {', '.join(unknown)}; its options are "
             f"{', '.join(known)}"
@@ -144,6 +148,18 @@ def bind(
     # Options become static attributes, which must be hashable; configuration files have lists.
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     return function, binding, options
+
+
+def _known(binding: Binding, module: type | None) -> frozenset[str]:
+    """Options of the attention function, and those of a mixer that is for this function alone."""
+    known = (binding.parameters or frozenset()) - _RESERVED
+    own = None if binding.mechanism is None else binding.mechanism.mixer
+    if module is None or own != f"effattn.nn.{module.__name__}" or own == _OF_ANY_FUNCTION:
+        return known
+    parameters = inspect.signature(module).parameters.values()
+    of_mixer = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"rngs"}
+    # The mixer computes the arrays that the function requires.
+    return known - binding.required | of_mixer
 
 
 def resolve(

@@ -23,14 +23,19 @@ from effattn.nn.configuration import (
 )
 from effattn.nn.dropout import dropout
 from effattn.nn.experts import MixtureOfExperts
-from effattn.nn.feed_forward import FeedForward
+from effattn.nn.feed_forward import FeedForward, in_chunks
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.module import Module
+from effattn.nn.reversible import Part
 from effattn.nn.shared_keys import SharedKeysAttention
+from effattn.nn.tokens import with_global_mask
 from effattn.parallel.mixers import divided
 
 # The statistics of each mixture of experts, from the first layer to the last.
 Routing = tuple[RoutingStats, ...]
+
+# The input of a layer, `(B, T, D)`, or the two streams `(x1, x2)` of a reversible layer.
+Streams = jax.Array | tuple[jax.Array, jax.Array]
 
 # (norm, layer). A sublayer whose norm is None reads the mixer's normalised input.
 Sublayer = tuple[
@@ -75,32 +80,48 @@ class Layer(Module):
         self.mixer_norm = norm_of(config, rngs)
         self.feed_forward_norm = None if config.parallel else norm_of(config, rngs)
         self.post_norm = config.post_norm
+        self.reversible = config.reversible
+        self.chunk_size = config.feed_forward_chunk_size
         self.shares = config.shared_source(layer) is not None
         self.dropout_rate = config.dropout_rate
 
     def mixer_input(self, x: jax.Array) -> jax.Array:
-        """The input of the mixer, from the input x `(B, T, D)` of the layer."""
+        """The input of the mixer, from the input x of the layer: `(B, T, D)`, or two streams."""
+        if self.reversible:
+            _, x = x
         return x if self.post_norm else self.mixer_norm(x)
 
-    def _mix(self, h: jax.Array, shared: Any, rngs: jax.Array | None, **padding: Any) -> Any:
+    def _mix(
+        self,
+        h: jax.Array,
+        shared: Any,
+        rngs: jax.Array | None,
+        *,
+        global_mask: jax.Array | None = None,
+        **padding: Any,
+    ) -> Any:
         """The output of the mixer, and what it shares with later layers, or None."""
+        padding |= with_global_mask(self.mixer, global_mask)
         if self.shares:
             return self.mixer.with_shared(h, shared, **padding, rngs=rngs)
         if rngs is not None:  # dropout is not divided
             return self.mixer(h, **padding, rngs=rngs), None
         return divided(self.mixer, h)(h, **padding), None
 
-    def _after_mixer(self, **padding: Any) -> Sublayer:
-        """The sublayer of the feed-forward layer for whole sequences."""
+    def _after_mixer(self, *, global_mask: jax.Array | None = None, **padding: Any) -> Sublayer:
+        """The sublayer of the feed-forward layer for whole sequences, which reads no mask."""
 
         def feed_forward(h):
             if isinstance(self.feed_forward, MixtureOfExperts):
                 return self.feed_forward.with_routing(h, **padding)
             if isinstance(self.feed_forward, ChannelMixing):
                 return divided(self.feed_forward, h)(h, **padding), None
-            return self.feed_forward(h), None
+            return self._feed_forward(h), None
 
         return self.feed_forward_norm, feed_forward
+
+    def _feed_forward(self, h: jax.Array) -> jax.Array:
+        return in_chunks(self.feed_forward, h, self.chunk_size)
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
         """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
@@ -111,12 +132,13 @@ class Layer(Module):
 
     def _extended(
         self,
-        x: jax.Array,
+        x: Streams,
         state: Any,
         shared: Any,
         lengths: jax.Array | None,
         *between: Sublayer,
-    ) -> tuple[jax.Array, Any, Any]:
+        global_mask: jax.Array | None = None,
+    ) -> tuple[Streams, Any, Any]:
         """Applies the layer to new tokens, with the sublayers `between` the others."""
         has_state = isinstance(self.feed_forward, ChannelMixing)
         if has_state != isinstance(state, LayerState):
@@ -134,11 +156,12 @@ class Layer(Module):
                 return y, None
             if isinstance(self.feed_forward, MixtureOfExperts):
                 return self.feed_forward.extend(h, lengths=lengths), None
-            return self.feed_forward(h), None
+            return self._feed_forward(h), None
 
         def mix(h):
             if not self.shares:
-                y, after = self.mixer.extend(h, of_mixer, lengths=lengths)
+                mask = with_global_mask(self.mixer, global_mask)
+                y, after = self.mixer.extend(h, of_mixer, lengths=lengths, **mask)
                 return y, (after, None)
             of_source = shared.mixer if isinstance(shared, LayerState) else shared
             y, *after = self.mixer.extend_with_shared(h, of_mixer, of_source, lengths=lengths)
@@ -162,6 +185,8 @@ class Layer(Module):
           `(x, further, routing)`, with what `mix` returns after its output, and the statistics of
           experts.
         """
+        if self.reversible:
+            return self._alternately(x, mix, others, keys)
         keys = iter((None,) * (1 + len(others)) if keys is None else keys)
         read = self.mixer_input(x)
         mixed, further = mix(read)
@@ -182,6 +207,37 @@ class Layer(Module):
                 routing += (stats,)
         return after(x) if self.post_norm else x, further, routing
 
+    def _alternately(self, streams, mix, others, keys):
+        """The results of `_sublayers` for the two streams of a reversible layer."""
+        if not isinstance(streams, tuple):
+            raise ValueError(
+                "x must be two streams (x1, x2) for a reversible layer, got "
+                f"{type(streams).__name__}"
+            )
+        kept, read = streams
+        each = []
+        for part in self._parts(mix, others, keys):
+            added, more = part(read)
+            kept, read = read, kept + added
+            each.append(more)
+        further, *routing = each
+        return (kept, read), further, tuple(stats for stats in routing if stats is not None)
+
+    def _parts(self, mix, others, keys) -> list[Part]:
+        """The sublayers as functions of what they read, with their norms and dropout."""
+
+        def part(norm, layer, key):
+            def run(x):
+                y, further = layer(norm(x))
+                return dropout(y, self.dropout_rate, key), further
+
+            return run
+
+        several = (self.mixer_norm, mix), *others
+        keys = (None,) * len(several) if keys is None else keys
+        each = zip(several, keys, strict=True)
+        return [part(norm, layer, key) for (norm, layer), key in each]
+
 
 class Block(Layer):
     """Transformer layer: mixer and feed-forward layer, each after a norm, with residuals.
@@ -195,64 +251,99 @@ class Block(Layer):
     @mesh_axes.on_mesh_of_input
     def __call__(
         self,
-        x: jax.Array,
+        x: Streams,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> jax.Array:
-        """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
-        return self.with_routing(x, lengths=lengths, segment_ids=segment_ids, rngs=rngs)[0]
+    ) -> Streams:
+        """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout.
+
+        `global_mask` is for a mixer that takes it, see `LongformerSelfAttention`.
+        """
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self.with_routing(x, **marks, rngs=rngs)[0]
 
     @mesh_axes.on_mesh_of_input
     def with_routing(
         self,
-        x: jax.Array,
+        x: Streams,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing]:
+    ) -> tuple[Streams, Routing]:
         """Returns the output of a call, and the statistics of its experts, if it has experts."""
-        return self.with_shared(x, lengths=lengths, segment_ids=segment_ids, rngs=rngs)[:2]
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self.with_shared(x, **marks, rngs=rngs)[:2]
 
     @mesh_axes.on_mesh_of_input
     def with_shared(
         self,
-        x: jax.Array,
+        x: Streams,
         shared: Any = None,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing, Any]:
+    ) -> tuple[Streams, Routing, Any]:
         """The results of `with_routing`, and what the layer shares with later layers, or None.
 
         `shared` is what an earlier layer shares: keys and values, or values alone.
         """
-        mixer_key, keys = self._keys(rngs)
-        padding = {"lengths": lengths, "segment_ids": segment_ids}
-
-        def mix(h):
-            return self._mix(h, shared, mixer_key, **padding)
-
-        x, to_share, routing = self._sublayers(x, mix, (self._after_mixer(**padding),), keys)
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        x, to_share, routing = self._sublayers(x, *self._of_call(shared, marks, rngs))
         return x, routing, to_share
 
+    def parts(
+        self,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> list[Part]:
+        """The sublayers of a reversible layer, for `reversible.run`; arguments as in a call."""
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self._parts(*self._of_call(None, marks, rngs))
+
+    def _of_call(self, shared, marks, rngs):
+        """The mixer, the other sublayers and the dropout keys, as arguments of `_sublayers`."""
+        mixer_key, keys = self._keys(rngs)
+
+        def mix(h):
+            return self._mix(h, shared, mixer_key, **marks)
+
+        return mix, (self._after_mixer(**marks),), keys
+
     def extend(
-        self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
+        self,
+        x: Streams,
+        state: Any,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+    ) -> tuple[Streams, Any]:
         """Applies the layer to T new tokens; `state` is that of `init_state`."""
-        return self.extend_with_shared(x, state, lengths=lengths)[:2]
+        return self.extend_with_shared(x, state, lengths=lengths, global_mask=global_mask)[:2]
 
     def extend_with_shared(
-        self, x: jax.Array, state: Any, shared: Any = None, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, Any, Any]:
+        self,
+        x: Streams,
+        state: Any,
+        shared: Any = None,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+    ) -> tuple[Streams, Any, Any]:
         """The results of `extend`, and what the layer shares with later layers, or None.
 
         `shared` is what an earlier layer shares: its state after these tokens, or its values.
         """
-        return self._extended(x, state, shared, lengths)
+        return self._extended(x, state, shared, lengths, global_mask=global_mask)
 
 
 def build_feed_forward(config: TransformerConfig, layer: int, **common: Any) -> Any:

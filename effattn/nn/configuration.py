@@ -1,11 +1,12 @@
 """Static configuration of Transformers."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from effattn.arrays import checks
@@ -64,7 +65,8 @@ class TransformerConfig:
       hidden_features: hidden size of the feed-forward layer; default 8/3 D, rounded up to a
         multiple of 8, with a gate, for channel mixings the default of their class, and else 4 D.
       experts: `Experts`, for a `MixtureOfExperts` of such feed-forward layers in place of one; a
-        tuple of L entries, one for each layer, with None for a single feed-forward layer; or None.
+        sequence of L entries, one for each layer, with None for a single feed-forward layer; or
+        None.
       norm: normalisation before each sublayer and at the end, "rms" or "layer", with scale (and
         bias).
       norm_epsilon: epsilon of the norms.
@@ -99,6 +101,16 @@ class TransformerConfig:
       tie_embeddings: the logits reuse the token embedding as output projection.
       parallel: mixer and feed-forward layer read the same normalised input, and their outputs are
         summed, as in GPT-J. With False, the feed-forward layer follows the mixer.
+      reversible: two streams of D features, as in RevNet and Reformer. A mixer reads the second
+        stream and adds to the first one, the feed-forward layer reads the first one and adds to the
+        second, and so on (see `ReversibleStack`). Both streams start as the embeddings, and the
+        final norm and the output projection read both, 2 D features; so a `TransformerLM` needs
+        `tie_embeddings=False`. The backward pass computes the activations of one sublayer at a
+        time again, and memory for them does not grow with L, but for `TransformerLM.with_costs`,
+        which stores them.
+      feed_forward_chunk_size: tokens per chunk; feed-forward layers compute one chunk after the
+        other, and recompute it in the backward pass, so that hidden features take the memory of one
+        chunk (Kitaev et al. 2020, "Reformer"; see `ChunkedFeedForward`). Default all at once.
       dropout_rate: dropout rate of the embeddings and of each sublayer's output.
       dtype: computation dtype, such as "bfloat16"; default `param_dtype`.
       param_dtype: dtype of the parameters, and so of the gradients.
@@ -120,7 +132,7 @@ class TransformerConfig:
     head_dim: int | None = None
     feed_forward: str = "swiglu"
     hidden_features: int | None = None
-    experts: Experts | tuple[Experts | None, ...] | None = None
+    experts: Experts | Sequence[Experts | None] | None = None
     norm: str = "rms"
     norm_epsilon: float = 1e-6
     post_norm: bool = False
@@ -129,13 +141,15 @@ class TransformerConfig:
     mixer: build.Mechanism | tuple[build.Mechanism, ...] | list[build.Mechanism] = (
         dataclasses.field(default="softmax", hash=False)
     )
-    keys_from: tuple[int, ...] | None = None
+    keys_from: Sequence[int] | None = None
     positions: str | RotaryEmbedding | None = None
     rotary_theta: float = 10000.0
     rotary_scaling: float = 1.0
     max_length: int | None = None
     tie_embeddings: bool = True
     parallel: bool = False
+    reversible: bool = False
+    feed_forward_chunk_size: int | None = None
     dropout_rate: float = 0.0
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -146,9 +160,13 @@ class TransformerConfig:
     is_causal: bool = True
 
     def __post_init__(self):
+        for name in ("keys_from", "experts"):  # tuples are hashable
+            if isinstance(given := getattr(self, name), Sequence | np.ndarray):
+                object.__setattr__(self, name, tuple(given))
         for name in ("vocab_size", "num_layers", "features", "num_heads"):
             checks.at_least(name, getattr(self, name), 1)
-        for name in ("num_kv_heads", "head_dim", "hidden_features", "max_length"):
+        sizes = "num_kv_heads", "head_dim", "hidden_features", "max_length"
+        for name in (*sizes, "feed_forward_chunk_size"):
             if getattr(self, name) is not None:
                 checks.at_least(name, getattr(self, name), 1, "or None")
         choices: dict[str, Iterable[str | None]] = {
@@ -175,7 +193,7 @@ class TransformerConfig:
         checks.positive("norm_epsilon", self.norm_epsilon)
         check_dropout_rate(self.dropout_rate)
         flags = "tie_embeddings", "parallel", "post_norm", "use_bias", "remat", "qk_norm"
-        for name in (*flags, "value_residual", "is_causal"):
+        for name in (*flags, "value_residual", "is_causal", "reversible"):
             checks.flag(name, getattr(self, name))
         check_dtype("dtype", self.dtype)
         checks.dtype("param_dtype", self.param_dtype)
@@ -204,20 +222,50 @@ class TransformerConfig:
             isinstance(self.experts, tuple) and len(several) != self.num_layers
         ):
             raise ValueError(
-                f"experts must be Experts or None for all layers, or a tuple of {self.num_layers}, "
-                f"one for each layer, got {self.experts!r}"
+                "experts must be Experts or None for all layers, or a sequence of "
+                f"{self.num_layers}, one for each layer, got {self.experts!r}"
             )
         if self.feed_forward in CHANNEL_MIXINGS and any(several):
             raise ValueError(
                 f"experts need feed_forward to be one of {', '.join(FEED_FORWARDS)}, got "
                 f"{self.feed_forward!r}, which reads the token before each token"
             )
+        if self.feed_forward_chunk_size is not None and (
+            self.feed_forward in CHANNEL_MIXINGS or any(several)
+        ):
+            raise ValueError(
+                "feed_forward_chunk_size is for feed-forward layers that map each token alone, "
+                f"{', '.join(FEED_FORWARDS)} without experts, got "
+                f"{self.feed_forward!r} with experts={self.experts!r}; leave it out"
+            )
+        if self.reversible:
+            self._check_reversible()
         for layer in range(self.num_layers):
             for mixer in self.layer_mixer(layer):
                 build.mechanism(mixer["name"])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TransformerConfig) and same_fields(self, other)
+
+    def _check_reversible(self) -> None:
+        reasons = {
+            "parallel": "its sublayers read one stream after the other",
+            "post_norm": "a norm of the sum of a stream has no inverse",
+            "remat": "it recomputes each layer already",
+            "value_residual": "its layers are recomputed without those before",
+            "keys_from": "its layers are recomputed without those before",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                raise ValueError(
+                    f"a model with reversible=True takes no {name}, as {reason}, got "
+                    f"{name}={getattr(self, name)}; leave {name} out"
+                )
+
+    @property
+    def out_features(self) -> int:
+        """Number of features per token of a `Transformer`'s output: D, or 2 D if reversible."""
+        return (1 + self.reversible) * self.features
 
     def _check_sources(self, given: Any) -> None:
         is_tuple = isinstance(given, tuple) and len(given) == self.num_layers
@@ -226,8 +274,9 @@ class TransformerConfig:
             for layer, source in enumerate(given)
         ):
             raise ValueError(
-                f"keys_from must be a tuple of num_layers={self.num_layers} ints, for each layer "
-                "its own index or that of an earlier layer with keys and values of its own, got "
+                f"keys_from must be a sequence of num_layers={self.num_layers} ints, for each "
+                "layer its own index or that of an earlier layer with keys and values of its own, "
+                "got "
                 f"{given!r}"
             )
 
@@ -280,7 +329,9 @@ class TransformerConfig:
 
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of a layer; None for a single feed-forward layer."""
-        return self.experts[layer] if isinstance(self.experts, tuple) else self.experts
+        if self.experts is None or isinstance(self.experts, Experts):
+            return self.experts
+        return self.experts[layer]
 
     def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
         """Name (or callable) and options of a layer's mixer, one mapping per group of heads."""
@@ -312,16 +363,15 @@ def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def norm_of(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    """A normalisation of the model's features."""
-    return NORMS[config.norm](
-        config.features, epsilon=config.norm_epsilon, rngs=rngs, **dtypes_of(config)
-    )
+def norm_of(config: TransformerConfig, rngs: nnx.Rngs, features: int | None = None) -> Any:
+    """A normalisation of the model's features, or of another number of features."""
+    features = config.features if features is None else features
+    return NORMS[config.norm](features, epsilon=config.norm_epsilon, rngs=rngs, **dtypes_of(config))
 
 
 def final_norm_of(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
     """The normalisation after the last layer; with `post_norm` that layer ends with one."""
-    return _unchanged if config.post_norm else norm_of(config, rngs)
+    return _unchanged if config.post_norm else norm_of(config, rngs, config.out_features)
 
 
 def _unchanged(x: jax.Array) -> jax.Array:

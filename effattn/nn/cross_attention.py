@@ -10,7 +10,7 @@ from flax import nnx
 
 from effattn.arrays import checks, mesh_axes
 from effattn.arrays.segments import positions_from
-from effattn.nn.attention import Attention
+from effattn.nn.attention import Attention, check_score_mod
 from effattn.nn.options import Attending
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 
@@ -46,6 +46,7 @@ class CrossAttention(Attention):
         super().__init__(in_features, context_features, num_heads, attention, **options)
         self.binding.require("cross", "a context")
         self.binding.require("bidirectional", "a context")
+        check_score_mod(self._options().get("score_mod"), num_heads, is_causal=False)
 
     @mesh_axes.on_mesh_of_input
     def __call__(

@@ -10,7 +10,7 @@ from effattn import registry
 from effattn.arrays import mesh_axes
 from effattn.decode.state import check_state, row_lengths
 from effattn.nn import initializers
-from effattn.nn.block import Layer, Routing, Sublayer
+from effattn.nn.block import Layer, Routing, Streams, Sublayer
 from effattn.nn.build import Mechanism, named
 from effattn.nn.configuration import TransformerConfig, dtypes_of, norm_of
 from effattn.nn.cross_attention import CrossAttention
@@ -18,6 +18,7 @@ from effattn.nn.dropout import dropout_key
 from effattn.nn.equality import same_fields
 from effattn.nn.language_model import TransformerLM
 from effattn.nn.module import Module
+from effattn.nn.reversible import Part
 from effattn.nn.tokens import one_token, token_ids, tokens_of
 from effattn.nn.transformer import Transformer, TransformerState
 
@@ -142,75 +143,101 @@ class DecoderBlock(Layer):
     @mesh_axes.on_mesh_of_input
     def __call__(
         self,
-        x: jax.Array,
+        x: Streams,
         context: Context,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> jax.Array:
+    ) -> Streams:
         """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
-        padding = {"lengths": lengths, "segment_ids": segment_ids}
-        return self.with_routing(x, context, **padding, rngs=rngs)[0]
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self.with_routing(x, context, **marks, rngs=rngs)[0]
 
     @mesh_axes.on_mesh_of_input
     def with_routing(
         self,
-        x: jax.Array,
+        x: Streams,
         context: Context,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing]:
+    ) -> tuple[Streams, Routing]:
         """Returns the output of a call, and the statistics of its experts, if it has experts."""
-        padding = {"lengths": lengths, "segment_ids": segment_ids}
-        return self.with_shared(x, None, context, **padding, rngs=rngs)[:2]
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self.with_shared(x, None, context, **marks, rngs=rngs)[:2]
 
     @mesh_axes.on_mesh_of_input
     def with_shared(
         self,
-        x: jax.Array,
+        x: Streams,
         shared: jax.Array | None,
         context: Context,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing, jax.Array | None]:
+    ) -> tuple[Streams, Routing, jax.Array | None]:
         """Returns also the values of the first layer, as `Block.with_shared` does."""
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        x, to_share, routing = self._sublayers(x, *self._of_call(shared, context, marks, rngs))
+        return x, routing, to_share
+
+    def parts(
+        self,
+        context: Context,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> list[Part]:
+        """The sublayers of a reversible layer, as `Block.parts` returns them."""
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self._parts(*self._of_call(None, context, marks, rngs))
+
+    def _of_call(self, shared, context, marks, rngs):
         mixer_key, keys = self._keys(rngs, 3)
-        padding = {"lengths": lengths, "segment_ids": segment_ids}
 
         def mix(h):
-            return self._mix(h, shared, mixer_key, **padding)
+            return self._mix(h, shared, mixer_key, **marks)
 
         cross_key, keys = (None, None) if keys is None else (keys[0], keys[1:])
-        cross = self._cross(context, lengths, rngs=cross_key)
-        others = cross, self._after_mixer(**padding)
-        x, to_share, routing = self._sublayers(x, mix, others, keys)
-        return x, routing, to_share
+        cross = self._cross(context, marks["lengths"], rngs=cross_key)
+        return mix, (cross, self._after_mixer(**marks)), keys
 
     @mesh_axes.on_mesh_of_input
     def extend(
-        self, x: jax.Array, state: Any, context: Context, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
+        self,
+        x: Streams,
+        state: Any,
+        context: Context,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+    ) -> tuple[Streams, Any]:
         """Applies the layer to T new tokens; `state` is that of `init_state`."""
-        return self.extend_with_shared(x, state, None, context, lengths=lengths)[:2]
+        given = {"lengths": lengths, "global_mask": global_mask}
+        return self.extend_with_shared(x, state, None, context, **given)[:2]
 
     @mesh_axes.on_mesh_of_input
     def extend_with_shared(
         self,
-        x: jax.Array,
+        x: Streams,
         state: Any,
         shared: jax.Array | None,
         context: Context,
         *,
         lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        global_mask: jax.Array | None = None,
+    ) -> tuple[Streams, Any, jax.Array | None]:
         """Returns also the values of the first layer, as `Block.extend_with_shared` does."""
         cross = self._cross(context, lengths, query_offset=state.length)
-        return self._extended(x, state, shared, lengths, cross)
+        return self._extended(x, state, shared, lengths, cross, global_mask=global_mask)
 
     def _cross(self, context, lengths, **given) -> Sublayer:
         given = {"lengths": lengths, "context_lengths": context.lengths, **given}
@@ -230,7 +257,7 @@ class _Decoder(TransformerLM):
         super().__init__(config.decoder, rngs=rngs)
 
     def _make_block(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs) -> DecoderBlock:
-        options, context_features = self.sides.cross_attention, self.sides.encoder.features
+        options, context_features = self.sides.cross_attention, self.sides.encoder.out_features
         return DecoderBlock(config, layer, options, context_features, rngs=rngs)
 
 
@@ -269,6 +296,8 @@ class EncoderDecoder(Module):
         *,
         source_lengths: jax.Array | None = None,
         target_lengths: jax.Array | None = None,
+        source_global_mask: jax.Array | None = None,
+        target_global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """Returns the next-token logits at every target position, given the source.
@@ -278,13 +307,22 @@ class EncoderDecoder(Module):
           target: `(B, T)` int; the first token is a start token.
           source_lengths: `(B,)` int, valid source tokens of each right-padded row.
           target_lengths: `(B,)` int, valid target tokens of each right-padded row.
+          source_global_mask: bool `(B, S)`, as `global_mask` of a `Transformer`.
+          target_global_mask: bool `(B, T)`, likewise.
           rngs: `nnx.Rngs` or a key for dropout; None disables dropout.
 
         Returns:
           `(B, T, V)`, at least float32.
         """
-        lengths = {"source_lengths": source_lengths, "target_lengths": target_lengths}
-        return self.with_routing(source, target, **lengths, rngs=rngs)[0]
+        return self.with_routing(
+            source,
+            target,
+            source_lengths=source_lengths,
+            target_lengths=target_lengths,
+            source_global_mask=source_global_mask,
+            target_global_mask=target_global_mask,
+            rngs=rngs,
+        )[0]
 
     @mesh_axes.on_mesh_of_input
     def with_routing(
@@ -294,6 +332,8 @@ class EncoderDecoder(Module):
         *,
         source_lengths: jax.Array | None = None,
         target_lengths: jax.Array | None = None,
+        source_global_mask: jax.Array | None = None,
+        target_global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
         """Returns the logits of a call, and the `RoutingStats` of each layer that has experts.
@@ -302,12 +342,12 @@ class EncoderDecoder(Module):
         """
         key = dropout_key(rngs)
         keys = (None, None) if key is None else jax.random.split(key)
-        encoded, of_encoder = self.encoder._features(
-            source, source_lengths, None, keys[0], name="source"
-        )
+        of_source = {"lengths": source_lengths, "global_mask": source_global_mask}
+        of_target = {"lengths": target_lengths, "global_mask": target_global_mask}
+        encoded, of_encoder = self.encoder._features(source, of_source, keys[0], name="source")
         contexts = self._contexts(encoded, source_lengths)
         features, of_decoder = self.decoder._features(
-            target, target_lengths, None, keys[1], contexts, name="target"
+            target, of_target, keys[1], contexts, name="target"
         )
         return self.decoder._logits(features), (*of_encoder, *of_decoder)
 
@@ -317,15 +357,24 @@ class EncoderDecoder(Module):
         source: jax.Array,
         *,
         lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Encoder output `(B, S, D)` for source tokens `(B, S)`."""
-        return self.encoder._features(source, lengths, None, rngs, name="source")[0]
+        """Encoder output `(B, S, out_features)` for source tokens `(B, S)`."""
+        marks = {"lengths": lengths, "global_mask": global_mask}
+        return self.encoder._features(source, marks, rngs, name="source")[0]
 
     @mesh_axes.on_mesh_of_input
-    def given(self, source: jax.Array, *, lengths: jax.Array | None = None) -> "Given":
+    def given(
+        self,
+        source: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+    ) -> "Given":
         """Encodes the source; returns a model of the target for `effattn.nn.generate`."""
-        return Given(self, self.encode(source, lengths=lengths), lengths)
+        encoded = self.encode(source, lengths=lengths, global_mask=global_mask)
+        return Given(self, encoded, lengths)
 
     def init_state(
         self,
@@ -341,12 +390,12 @@ class EncoderDecoder(Module):
         project the source again.
 
         Args:
-          encoded: `(B, S, D)`, the output of `encode`.
+          encoded: the output of `encode`.
           max_length: maximum number of target tokens per row.
           dtype: dtype of the decoder's caches; default the decoder's dtype.
           lengths: `(B,)` int, valid source tokens; default S.
         """
-        encoded = tokens_of("encoded", encoded, self.config.encoder.features)
+        encoded = tokens_of("encoded", encoded, self.config.encoder.out_features)
         return EncoderDecoderState(
             contexts=self._contexts(encoded, lengths),
             decoder=self.decoder.init_state(encoded.shape[0], max_length, dtype),
@@ -354,12 +403,18 @@ class EncoderDecoder(Module):
 
     @mesh_axes.on_mesh_of_input
     def extend(
-        self, tokens: jax.Array, state: EncoderDecoderState, *, lengths: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        state: EncoderDecoderState,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, EncoderDecoderState]:
         """Returns the logits for T >= 1 new target tokens, and the state: see `TransformerLM`."""
         tokens = token_ids(tokens)
         check_state(state, EncoderDecoderState, tokens.shape[0])
-        features, decoder = self.decoder._extend(tokens, state.decoder, lengths, state.contexts)
+        given = state.decoder, lengths, global_mask, state.contexts
+        features, decoder = self.decoder._extend(tokens, *given)
         return self.decoder._logits(features), dataclasses.replace(state, decoder=decoder)
 
     def step(
@@ -385,7 +440,7 @@ class Given:
 
     Attributes:
       model: the encoder-decoder model.
-      encoded: `(B, S, D)`, the encoder's output.
+      encoded: the encoder's output, as `EncoderDecoder.encode` returns it.
       lengths: `(B,)` int, valid source tokens of each row; None if all are valid.
     """
 

@@ -134,24 +134,44 @@ class ChunkedFeedForward(Module):
         """
         if x.ndim < 2:
             raise ValueError(f"x must have shape (..., length, features), got {x.shape}")
-        key, axis = dropout_key(rngs), x.ndim - 2
-        chunks, rest = divmod(x.shape[axis], self.chunk_size)
+        return in_chunks(self.module, x, self.chunk_size, dropout_key(rngs))
 
-        @jax.checkpoint
-        def call(module, chunk, number):
-            if key is None:
-                return module(chunk)
-            return module(chunk, rngs=jax.random.fold_in(key, number))
 
-        if chunks == 0:
-            return call(self.module, x, 0)
-        whole = jax.lax.slice_in_dim(x, 0, chunks * self.chunk_size, axis=axis)
-        whole = whole.reshape(*x.shape[:axis], chunks, self.chunk_size, x.shape[-1])
-        each = jnp.moveaxis(whole, axis, 0), jnp.arange(chunks)
-        out = jax.lax.map(lambda chunk: call(self.module, *chunk), each)
-        out = jnp.moveaxis(out, 0, axis)
-        out = out.reshape(*out.shape[:axis], chunks * self.chunk_size, out.shape[-1])
-        if rest == 0:
-            return out
-        last = jax.lax.slice_in_dim(x, chunks * self.chunk_size, x.shape[axis], axis=axis)
-        return jnp.concatenate([out, call(self.module, last, chunks)], axis)
+def in_chunks(
+    module: Callable[..., jax.Array],
+    x: jax.Array,
+    chunk_size: int | None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Evaluates a token-wise module on x `(..., T, D)`, as `ChunkedFeedForward` does.
+
+    Args:
+      module: module from `(..., T, D)` to `(..., T, E)`.
+      x: `(..., T, D)`.
+      chunk_size: tokens per chunk; None evaluates all tokens at once.
+      key: key for dropout, of which each chunk gets a separate one; None gives the module no key.
+    """
+    if chunk_size is None:
+        return module(x)
+    checks.known_length("a feed-forward layer in chunks", x, axis=-2)
+    axis = x.ndim - 2
+    chunks, rest = divmod(x.shape[axis], chunk_size)
+
+    @jax.checkpoint
+    def call(module, chunk, number):
+        if key is None:
+            return module(chunk)
+        return module(chunk, rngs=jax.random.fold_in(key, number))
+
+    if chunks == 0:
+        return call(module, x, 0)
+    whole = jax.lax.slice_in_dim(x, 0, chunks * chunk_size, axis=axis)
+    whole = whole.reshape(*x.shape[:axis], chunks, chunk_size, x.shape[-1])
+    each = jnp.moveaxis(whole, axis, 0), jnp.arange(chunks)
+    out = jax.lax.map(lambda chunk: call(module, *chunk), each)
+    out = jnp.moveaxis(out, 0, axis)
+    out = out.reshape(*out.shape[:axis], chunks * chunk_size, out.shape[-1])
+    if rest == 0:
+        return out
+    last = jax.lax.slice_in_dim(x, chunks * chunk_size, x.shape[axis], axis=axis)
+    return jnp.concatenate([out, call(module, last, chunks)], axis)

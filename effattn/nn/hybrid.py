@@ -17,6 +17,7 @@ from effattn.nn.dropout import dropout_key
 from effattn.nn.heads import head_size, key_heads
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.module import Module
+from effattn.nn.tokens import with_global_mask
 from effattn.parallel.mixers import divided
 
 
@@ -55,9 +56,14 @@ class SeveralMixers(CausalMixer):
         """Each mixer, with its input tokens."""
         return [(mixer, x) for mixer in self.mixers]
 
-    def _outputs(self, x: jax.Array, padding: Mapping[str, Any]) -> list[jax.Array]:
+    def _outputs(
+        self, x: jax.Array, padding: Mapping[str, Any], global_mask: jax.Array | None = None
+    ) -> list[jax.Array]:
         """The output of each mixer; devices that divide the tokens exchange what each needs."""
-        return [divided(mixer, x)(x, **padding) for mixer in self.mixers]
+        return [
+            divided(mixer, x)(x, **padding, **with_global_mask(mixer, global_mask))
+            for mixer in self.mixers
+        ]
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
         """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
@@ -73,9 +79,12 @@ class SeveralMixers(CausalMixer):
                 f"{len(self.mixers)}; it is the state of another layer"
             )
 
-    def _extend(self, x, state, lengths):
-        pairs = zip(self.mixers, state.groups, strict=True)
-        outputs, groups = zip(*(m.extend(x, s, lengths=lengths) for m, s in pairs), strict=True)
+    def _extend(self, x, state, lengths, global_mask=None):
+        extended = [
+            mixer.extend(x, group, lengths=lengths, **with_global_mask(mixer, global_mask))
+            for mixer, group in zip(self.mixers, state.groups, strict=True)
+        ]
+        outputs, groups = zip(*extended, strict=True)
         length = state.length + new_lengths(lengths, *x.shape[:2])
         return self._combined(x, outputs), HybridState(groups, length)
 
@@ -186,14 +195,47 @@ class HybridHeads(SeveralMixers):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Mixes whole sequences; arguments as in `SelfAttention`."""
+        """Mixes whole sequences; arguments as in `SelfAttention`.
+
+        `global_mask` is for the groups that take it, see `LongformerSelfAttention`.
+        """
         key, given = dropout_key(rngs), {"lengths": lengths, "segment_ids": segment_ids}
+        self._check_mask(global_mask)
         if key is None:
-            return self._combined(x, self._outputs(x, given))
+            return self._combined(x, self._outputs(x, given, global_mask))
         pairs = zip(self.mixers, jax.random.split(key, len(self.mixers)), strict=True)
-        return self._combined(x, [mixer(x, **given, rngs=key) for mixer, key in pairs])
+        outputs = [
+            mixer(x, **given, **with_global_mask(mixer, global_mask), rngs=key)
+            for mixer, key in pairs
+        ]
+        return self._combined(x, outputs)
+
+    def extend(
+        self,
+        x: jax.Array,
+        state: Any,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Mixes new tokens that follow `state`; arguments as in `SelfAttention` and `__call__`."""
+        self._check_mask(global_mask)
+        return self._extended(x, state, lengths, global_mask)
+
+    @property
+    def takes_global_mask(self) -> bool:
+        """True if a group takes `global_mask`."""
+        return any(getattr(mixer, "takes_global_mask", False) for mixer in self.mixers)
+
+    def _check_mask(self, global_mask):
+        if global_mask is not None and not self.takes_global_mask:
+            raise ValueError(
+                "global_mask was given, but no group takes it; give one the mixer 'longformer' "
+                "with max_global, or leave global_mask out"
+            )
 
     def _combined(self, x, outputs):
         return sum(outputs)
@@ -205,6 +247,7 @@ class OfHeads(Module):
     def __init__(self, score_mod: Callable[..., Any], first: int):
         self.score_mod = score_mod
         self.first = first
+        self.is_causal = getattr(score_mod, "is_causal", False)
 
     def __call__(self, logit: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         """Calls `score_mod` with the layer's head index `first + h`."""

@@ -24,15 +24,24 @@ class TransformerLM(Transformer):
     Args:
       config: model configuration.
       rngs: random streams for parameter initialisation.
+
+    Raises:
+      ValueError: as `Transformer`; also for a reversible model with tied embeddings.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
+        if config.tie_embeddings and config.reversible:
+            raise ValueError(
+                "a TransformerLM with reversible=True has logits of "
+                f"{config.out_features} features, and its embeddings have {config.features}; give "
+                "tie_embeddings=False"
+            )
         self.head = (
             None
             if config.tie_embeddings
             else nnx.Linear(
-                config.features,
+                config.out_features,
                 config.vocab_size,
                 use_bias=False,
                 kernel_init=initializers.embedding_init,
@@ -50,13 +59,15 @@ class TransformerLM(Transformer):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """Returns the logits of the next token; of the token itself in a bidirectional model.
 
         Arguments are those of `Transformer`; the logits `(B, T, V)` are at least float32.
         """
-        return self._logits(self._features(tokens, lengths, segment_ids, rngs)[0])
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self._logits(self._features(tokens, marks, rngs)[0])
 
     @mesh_axes.on_mesh_of_input
     def with_routing(
@@ -65,13 +76,15 @@ class TransformerLM(Transformer):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
         """Returns the logits of a call, and the `RoutingStats` of each layer that has experts.
 
         See `Transformer.with_routing`.
         """
-        features, routing = self._features(tokens, lengths, segment_ids, rngs)
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        features, routing = self._features(tokens, marks, rngs)
         return self._logits(features), routing
 
     @mesh_axes.on_mesh_of_input
@@ -81,6 +94,7 @@ class TransformerLM(Transformer):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the logits of a call, and the cost of each token, `(B, T)`.
@@ -88,7 +102,8 @@ class TransformerLM(Transformer):
         The cost is the sum over the layers of `MixtureOfMechanisms.token_costs`; 0 in other layers
         and in the padding. Add its mean to the loss to discourage costly mechanisms.
         """
-        features, costs = self._features_and_costs(tokens, lengths, segment_ids, rngs)
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        features, costs = self._features_and_costs(tokens, marks, rngs)
         return self._logits(features), costs
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TransformerState:
@@ -116,14 +131,19 @@ class TransformerLM(Transformer):
 
     @mesh_axes.on_mesh_of_input
     def extend(
-        self, tokens: jax.Array, state: TransformerState, *, lengths: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        state: TransformerState,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, TransformerState]:
         """Returns the logits for T >= 1 new tokens that follow the tokens in `state`.
 
         Arguments are those of `SelfAttention.extend`, with tokens `(B, T)` as in `__call__` in
-        place of x; returns `(logits (B, T, V), state)`.
+        place of x, and `global_mask` for the new tokens. Returns `(logits (B, T, V), state)`.
         """
-        features, state = self._extend(tokens, state, lengths)
+        features, state = self._extend(tokens, state, lengths, global_mask)
         return self._logits(features), state
 
     def step(

@@ -68,7 +68,7 @@ class Layers:
         return nnx.LayerNorm(features, **self.numbers, **options)
 
     def convolution(self, features: int, width: int, **options: Any) -> ShortConvolution:
-        """A short causal convolution of each feature."""
+        """A short convolution of each feature."""
         return ShortConvolution(features, width, **self.numbers, **options)
 
     def drawn(self, init: Callable[..., Any], *shape: int, **metadata: Any) -> nnx.Param:

@@ -1,5 +1,6 @@
 """Self-attention of Longformer: sliding windows and global tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,29 +24,33 @@ class LongformerSelfAttention(SelfAttention):
 
         q, k, v = x Wq, x Wk, x Wv;   y = longformer_attention(q, k, v) Wo
 
-    Global tokens attend to all tokens, and all tokens attend to global tokens. These are the first
-    `num_global` tokens of each row or packed document; or with `max_global` alone, the argument
-    `global_mask` of each call selects them. With `global_projections`, the queries of global
-    tokens, and the keys and values that these queries read, use separate projections with equal
-    initial weights, as in the paper:
+    Global tokens attend to all tokens, and all tokens attend to global tokens. The option
+    `global_tokens` says which these are in each row or packed document; or with `max_global` alone,
+    the argument `global_mask` of each call selects them. With `global_projections`, the queries of
+    global tokens, and the keys and values that these queries read, use separate projections with
+    equal initial weights, as in the paper:
 
         q, k, v = x Wgq, x Wgk, x Wgv    in attention from global tokens
 
     For the attended pairs and the cost see `effattn.longformer_attention`. With neither option the
     mixer is a sliding window, with the decode state of a sliding window. The decode state with
-    `num_global` also holds the first tokens. With `max_global` alone, it holds the global tokens,
-    and the keys and values of the whole prefix, which a step reads only if its token is global.
+    `global_tokens` at the start also holds these tokens. In the other cases, it holds the global
+    tokens, and the keys and values of the whole prefix, which a step reads only if its token is
+    global.
 
     Args:
-      num_global: number of global tokens at the start of each row or packed document. Models use
-        this option, as they pass no `global_mask`.
+      global_tokens: the global tokens of each row or packed document: n, for its first n tokens, or
+        a sequence of positions, from 0. A shorter document has fewer of them.
       max_global: maximum number of global tokens per row; the first `max_global` count. It bounds
-        `global_mask`, and the global tokens of packed rows with `num_global`, which need it:
-        `num_global` times the largest number of documents in a row.
+        `global_mask`. Packed rows with `global_tokens` need it, too: their number times the largest
+        number of documents in a row.
       global_projections: whether global tokens have separate projections.
       **options: as in `SelfAttention`, and options of `effattn.longformer_attention`:
         `local_window_size`, default 127 on each side, and `dilation`, an int, or one int per query
         head.
+
+    In a model, `global_mask` is an argument of the calls of `Transformer`, `TransformerLM` and
+    `EncoderDecoder`, which give it to each mixer that takes it.
 
     Raises:
       ValueError: as `SelfAttention`; also for `global_projections` without global tokens.
@@ -56,7 +61,7 @@ class LongformerSelfAttention(SelfAttention):
         in_features: int,
         num_heads: int,
         *,
-        num_global: int = 0,
+        global_tokens: int | Sequence[int] = 0,
         max_global: int | None = None,
         global_projections: bool = False,
         **options: SelfAttentionOptions,
@@ -67,18 +72,19 @@ class LongformerSelfAttention(SelfAttention):
         super().__init__(in_features, num_heads, "longformer", **options)
         if max_global is not None and (not checks.is_integer(max_global) or max_global < 1):
             raise ValueError(f"max_global must be an int, 1 or more, or None, got {max_global!r}")
-        num_global = checks.at_least("num_global", num_global, 0, "tokens")
-        if max_global is not None and num_global > max_global:
+        self.global_tokens = _positions_of(global_tokens)
+        count = len(self.global_tokens)
+        if max_global is not None and count > max_global:
             raise ValueError(
-                f"num_global must be at most max_global={max_global}, the number of global tokens "
-                f"in a row, got {num_global}"
+                f"max_global={max_global}, the number of global tokens in a row, must be at least "
+                f"the number of global_tokens of a document, got {count}"
             )
-        if global_projections and not (num_global or max_global):
+        if global_projections and not (count or max_global):
             raise ValueError(
-                "global_projections=True needs global tokens: num_global, the first tokens of a "
-                "row, or max_global, the largest number of tokens that global_mask selects"
+                "global_projections=True needs global tokens: global_tokens, or max_global, the "
+                "largest number of tokens that global_mask selects"
             )
-        self.num_global, self.max_global = num_global, max_global
+        self.max_global = max_global
         self.global_query = nnx.clone(self.query) if global_projections else None
         self.global_key = nnx.clone(self.key) if global_projections else None
         self.global_value = nnx.clone(self.value) if global_projections else None
@@ -96,21 +102,21 @@ class LongformerSelfAttention(SelfAttention):
         """Mixes whole sequences; further arguments as in `SelfAttention`.
 
         `global_mask` is bool `(B, T)`, True for global tokens; None if no token is global, and with
-        `num_global`. Global tokens, too, attend within equal `segment_ids`.
+        `global_tokens`. Global tokens, too, attend within equal `segment_ids`.
         """
         sequence_parts.check_mixer(self)
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         if global_mask is not None:
             global_mask = self._checked(global_mask, x.shape[:2])
-        elif self.num_global:
+        elif self.global_tokens:
             if segment_ids is not None and self.max_global is None:
                 raise ValueError(
-                    "segment_ids with num_global need max_global, the largest number of global "
-                    "tokens in a row; make the module with max_global, num_global times the "
-                    "largest number of documents in a row"
+                    "segment_ids with global_tokens need max_global, the largest number of global "
+                    "tokens in a row; make the module with max_global, "
+                    f"{len(self.global_tokens)} times the largest number of documents in a row"
                 )
             places = sequence_parts.positions(x.shape[1], keywords.get("segment_ids"))
-            global_mask = jnp.broadcast_to(places < self.num_global, x.shape[:2])
+            global_mask = jnp.broadcast_to(self._are_global(places), x.shape[:2])
         if global_mask is not None:
             checks.known_length("Longformer with global tokens", x, axis=-2)
             keywords["global_mask"] = global_mask
@@ -136,8 +142,8 @@ class LongformerSelfAttention(SelfAttention):
     def _extend(self, x, state, lengths, global_mask=None):
         if not self._most:
             return super()._extend(x, state, lengths)
-        if self.num_global:
-            global_mask = positions_from(state.length, x.shape[1]) < self.num_global
+        if self.global_tokens:
+            global_mask = self._are_global(positions_from(state.length, x.shape[1]))
         positions = self._positions(x, state)
         heads, global_heads = self._heads(x, positions), self._global_heads(x, positions)
         out, state = self._decoder().extend(heads, global_heads, state, lengths, global_mask)
@@ -151,21 +157,38 @@ class LongformerSelfAttention(SelfAttention):
     @property
     def _most(self) -> int:
         """Maximum number of global tokens per row."""
-        return self.max_global or self.num_global
+        return self.max_global or len(self.global_tokens)
+
+    @property
+    def takes_global_mask(self) -> bool:
+        """True if calls select the global tokens by `global_mask`."""
+        return self.max_global is not None and not self.global_tokens
+
+    def _are_global(self, places: jax.Array) -> jax.Array:
+        """Bool of the shape of `places`: the tokens at these positions of documents are global."""
+        if self._are_leading:
+            return places < len(self.global_tokens)
+        return jnp.isin(places, np.array(self.global_tokens, np.int32))
+
+    @property
+    def _are_leading(self) -> bool:
+        """True if the global tokens of a document are its first tokens."""
+        return self.global_tokens == range(len(self.global_tokens))
 
     def _decoder(self) -> Any:
         of_window = super()._decoder()
         if not self._most:
             return of_window
         # A decoded row is one document.
-        most = self.num_global or self.max_global
-        return LongformerDecoder({**self._options(), "max_global": most}, bool(self.num_global))
+        most = len(self.global_tokens) or self.max_global
+        leading = bool(self.global_tokens) and self._are_leading
+        return LongformerDecoder({**self._options(), "max_global": most}, leading)
 
     def _checked(self, global_mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        if self.num_global:
+        if self.global_tokens:
             raise ValueError(
-                f"global_mask must be None with num_global={self.num_global}, by which the first "
-                "tokens are global; make the module with max_global alone"
+                "global_mask must be None with global_tokens, which are those at the positions "
+                f"{_said(self.global_tokens)}; make the module with max_global alone"
             )
         if self.max_global is None:
             raise ValueError(
@@ -179,3 +202,22 @@ class LongformerSelfAttention(SelfAttention):
                 f"{global_mask.shape}"
             )
         return global_mask
+
+
+def _positions_of(given: Any) -> Sequence[int]:
+    """The positions of the global tokens: a `range` for the first tokens, or a sorted tuple."""
+    if checks.is_integer(given):
+        return range(checks.at_least("global_tokens", given, 0, "tokens"))
+    is_sequence = isinstance(given, Sequence | np.ndarray) and not isinstance(given, str)
+    found = list(given) if is_sequence else []
+    if not found or not all(checks.is_integer(x) and 0 <= x < 2**30 for x in found):
+        raise ValueError(
+            "global_tokens must be a number of tokens, or one or more positions, ints from 0, got "
+            f"{given!r}"
+        )
+    found = sorted({int(x) for x in found})
+    return range(len(found)) if found[-1] == len(found) - 1 else tuple(found)
+
+
+def _said(positions: Sequence[int]) -> str:
+    return ", ".join(map(str, positions[:8])) + ", ..." * (len(positions) > 8)

@@ -238,9 +238,9 @@ class MixtureOfMechanisms(SeveralMixers):
             chosen = chosen + gate * computed
         return of_first * y + chosen
 
-    def _extend(self, x, state, lengths):
+    def _extend(self, x, state, lengths, global_mask=None):
         if self.capacity is None:
-            return super()._extend(x, state, lengths)
+            return super()._extend(x, state, lengths, global_mask)
         pairs = zip(self.mixers, state.groups, strict=True)
         outputs, groups = zip(*(m.extend(x, s, lengths=lengths) for m, s in pairs), strict=True)
         at = positions_from(state.length, x.shape[1])

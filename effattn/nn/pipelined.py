@@ -60,6 +60,11 @@ class PipelinedLM(TransformerLM):
                 "a model with value_residual=True cannot be divided in stages, as all layers read "
                 "the values of the first layer"
             )
+        if model.config.reversible:
+            raise ValueError(
+                "a model with reversible=True cannot be divided in stages, as its backward pass "
+                "starts at the streams after the last layer"
+            )
         if jax.tree.leaves(nnx.state(model, Centroids)):
             raise ValueError("a model with centroids cannot be divided in stages")
         self.stages = nnx.List(
@@ -143,7 +148,7 @@ class PipelinedLM(TransformerLM):
                 x, more = carry
                 for block in nnx.merge(graph, own, fixed):
                     x = mesh_axes.constrained(x, ACTIVATIONS)
-                    x, routing, _ = self._block(block, x, None, None, None)
+                    x, routing, _ = self._block(block, x, {}, None, None)
                     if routing_loss is not None:
                         more = more + sum(map(routing_loss, routing))
                 return x, more

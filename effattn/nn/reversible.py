@@ -1,20 +1,23 @@
 """Reversible residual layers, which do not store activations for the backward pass."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
+from jax.extend import core as jex_core
 
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.linear_map import with_derivatives
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
 from effattn.nn.tokens import valid_tokens, zero_padding
+
+# Maps the stream that a part reads to what it adds to the other stream, and to further results.
+Part = Callable[[jax.Array], tuple[jax.Array, Any]]
 
 
 class ReversibleStack(Module):
@@ -32,6 +35,8 @@ class ReversibleStack(Module):
     Gradients equal those of the layers without inversion, up to rounding of the streams, which are
     at least float32. The backward pass computes each layer once more, as `jax.checkpoint` does.
     Activations take the memory of one layer for any number of layers.
+
+    For whole models see the option `reversible` of `TransformerConfig`.
 
     Args:
       *layers: pairs (F, G) of modules from `(B, T, D)` to `(B, T, D)`. A module gets those of the
@@ -93,11 +98,17 @@ class ReversibleStack(Module):
                     f"{name} was given, but no module of the stack takes it; leave {name} out"
                 )
         valid = valid_tokens(x1.shape[1], given.get("lengths"), given.get("segment_ids"))
-        wide = dtypes.wide(x1, x2)
-        streams = tuple(zero_padding(x, valid).astype(wide) for x in (x1, x2))
-        arrays, structures = zip(*map(jax.tree.flatten, modules), strict=True)
-        run = _reversible(structures, (x2.dtype, x1.dtype))
-        y1, y2 = run(None, arrays, given, streams)
+        x1, x2 = (zero_padding(x, valid) for x in (x1, x2))
+
+        def part_of(place, module):
+            keywords: dict[str, Any]
+            keywords = {name: array for name, array in given.items() if _takes(module, name)}
+            if "rngs" in keywords:
+                keywords["rngs"] = jax.random.fold_in(keywords["rngs"], place)
+            return lambda x: (module(x, **keywords), None)
+
+        parts = [part_of(place, module) for place, module in enumerate(modules)]
+        (y1, y2), _ = run(parts, x1, x2)
         return y1.astype(x1.dtype), y2.astype(x2.dtype)
 
 
@@ -105,61 +116,102 @@ def _takes(module: Any, name: str) -> bool:
     return name in inspect.signature(type(module).__call__).parameters
 
 
-def _reversible(structures, dtypes):
-    """Function `(None, arrays, given, streams) -> streams` of the stack.
+def run(
+    parts: Sequence[Part], x1: jax.Array, x2: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], list[Any]]:
+    """Runs two streams through the parts, each of which reads what the part before it has written.
+
+    The first part reads x2 and adds to x1, the second reads the sum and adds to x2, and so on. The
+    gradients of all arrays that the parts close over are computed with recomputed streams.
 
     Args:
-      structures: tree structures of the modules F, G, F, G, ...; `arrays` are their leaves.
-      dtypes: dtypes of the inputs of F and of G.
+      parts: functions of one stream, in the dtype of x2, x1, x2, ...
+      x1: `(B, T, D)`.
+      x2: `(B, T, D)`.
+
+    Returns:
+      `(streams, further)`: the stream that the last part read and the one that it wrote, in at
+      least float32, and the further results of each part.
+    """
+    wide = dtypes.wide(x1, x2)
+    traced = [_Traced(part, (x2, x1)[place % 2]) for place, part in enumerate(parts)]
+    reversible = _reversible(traced)
+    streams, further = reversible(
+        None,
+        [part.floats for part in traced],
+        [part.others for part in traced],
+        (x1.astype(wide), x2.astype(wide)),
+    )
+    each = zip(traced, further, strict=True)
+    return streams, [jax.tree.unflatten(part.structure, leaves) for part, leaves in each]
+
+
+class _Traced:
+    """A part as a function of one stream and of all arrays that it closes over.
+
+    Attributes:
+      floats: the arrays that it closes over and that may have gradients.
+      others: all others, such as lengths and random keys.
+      structure: tree structure of its further results.
     """
 
-    def call(place, arrays, x, given):
-        module = jax.tree.unflatten(structures[place], arrays)
-        keywords = {name: array for name, array in given.items() if _takes(module, name)}
-        if "rngs" in keywords:
-            keywords["rngs"] = jax.random.fold_in(keywords["rngs"], place)
-        return module(x.astype(dtypes[place % 2]), **keywords).astype(x.dtype)
+    def __init__(self, part: Part, like: jax.Array):
+        self.dtype = like.dtype
+        closed, (_, further) = jax.make_jaxpr(part, return_shape=True)(like)
+        self._jaxpr, self.structure = closed.jaxpr, jax.tree.structure(further)
+        arrays = [jnp.asarray(x) for x in closed.consts]
+        self._is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
+        chosen = list(zip(arrays, self._is_float, strict=True))
+        self.floats = [x for x, is_float in chosen if is_float]
+        self.others = [x for x, is_float in chosen if not is_float]
 
-    def run(_, arrays, given, streams):
+    def __call__(self, floats: Any, others: Any, x: jax.Array) -> tuple[jax.Array, list[Any]]:
+        """The output for x, in the dtype of x, and the leaves of the further results."""
+        each = {True: iter(floats), False: iter(others)}
+        consts = [next(each[is_float]) for is_float in self._is_float]
+        call = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(self._jaxpr, consts))
+        added, *further = call(x.astype(self.dtype))
+        return added.astype(x.dtype), further
+
+
+def _reversible(parts):
+    """Function `(None, floats, others, streams) -> (streams, further)` of all parts."""
+
+    def run(_, floats, others, streams):
         kept, read = streams
-        for place, own in enumerate(arrays):
-            # A module reads one stream and adds its output to the other stream.
-            kept, read = read, kept + call(place, own, read, given)
-        return kept, read
+        further = []
+        for part, *own in zip(parts, floats, others, strict=True):
+            # A part reads one stream and adds its output to the other stream.
+            added, more = part(*own, read)
+            kept, read = read, kept + added
+            further.append(more)
+        return (kept, read), further
 
-    def forward(_, arrays, given, streams):
-        streams = run(_, arrays, given, streams)
-        return streams, (arrays, given, streams)
+    def forward(_, floats, others, streams):
+        streams, further = run(_, floats, others, streams)
+        return (streams, further), (floats, others, streams)
 
     def backward(_, saved, cotangents):
-        arrays, given, (kept, read) = saved
-        of_kept, of_read = cotangents
+        floats, others, (kept, read) = saved
+        (of_kept, of_read), of_further = cotangents
         gradients = []
-        for place, own in reversed(list(enumerate(arrays))):
-            # The stream that this module wrote is the stream that the next module reads.
+        each = list(zip(parts, floats, others, of_further, strict=True))
+        for part, own, fixed, of_more in reversed(each):
+            # The stream that this part wrote is the stream that the next part reads.
             written, read = read, kept
 
-            def step(own, read, written, of_read, of_written, given, place=place):
-                added, pull_back = jax.vjp(lambda own, x: call(place, own, x, given), own, read)
-                of_own, of_input = pull_back(of_written)
-                floats = [g for g in of_own if g.dtype != jax.dtypes.float0]
-                return written - added, of_read + of_input, floats
+            def step(own, fixed, of_more, read, written, of_read, of_written, part=part):
+                (added, _), pull_back = jax.vjp(lambda own, x: part(own, fixed, x), own, read)
+                of_own, of_input = pull_back((of_written, of_more))
+                return written - added, of_read + of_input, of_own
 
-            kept, of_input, floats = _at_once(step, own, read, written, of_kept, of_read, given)
+            given = own, fixed, of_more, read, written, of_kept, of_read
+            kept, of_input, of_own = _at_once(step, *given)
             of_kept, of_read = of_read, of_input
-            gradients.append(_with_integers(own, floats))
-        return tuple(gradients[::-1]), None, (of_kept, of_read)
+            gradients.append(of_own)
+        return gradients[::-1], None, (of_kept, of_read)
 
     return with_derivatives(run, forward, backward)
-
-
-def _with_integers(arrays, gradients):
-    """Cotangents of all arrays: `gradients` for floating-point arrays, float0 for others."""
-    each = iter(gradients)
-    return [
-        next(each) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
-        for x in arrays
-    ]
 
 
 def _at_once(step, *args):

@@ -15,7 +15,7 @@ from effattn.arrays.segments import positions_from
 from effattn.cores import attention, sequence_parts
 from effattn.decode.decoder import without_naive
 from effattn.functional.longformer import gather
-from effattn.nn.attention import Attention
+from effattn.nn.attention import Attention, check_score_mod
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.rotary import RotaryEmbedding, check_rotary
@@ -87,11 +87,7 @@ class SelfAttention(Attention, CausalMixer):
     ):
         super().__init__(in_features, in_features, num_heads, attention, **options)
         check_rotary(rotary, head_dim=self.head_dim)
-        biased = getattr(options.get("score_mod"), "num_heads", num_heads)
-        if biased != num_heads:
-            raise ValueError(
-                f"score_mod must be for the {num_heads} heads of the layer, got one for {biased}"
-            )
+        check_score_mod(self._options().get("score_mod"), num_heads, is_causal)
         direction = "causal" if is_causal else "bidirectional"
         self.binding.require(direction, f"is_causal={is_causal}")
         self.rotary = rotary

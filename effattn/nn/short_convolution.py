@@ -1,4 +1,4 @@
-"""Short causal convolution over time, which recurrent mechanisms apply before the recurrence."""
+"""Short convolution over time, which recurrent mechanisms apply before the recurrence."""
 
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -9,7 +9,7 @@ from flax import nnx
 
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.cores import sequence_parts
-from effattn.cores.sequence_parts import with_tokens_before
+from effattn.cores.sequence_parts import with_neighbours, with_tokens_before
 from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.nn.module import Module
@@ -21,18 +21,19 @@ taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 class ShortConvolution(Module):
-    """Depthwise causal convolution over the last `width` tokens.
+    """Depthwise convolution over `width` tokens, the last ones or those around each token.
 
-        y_t = activation(bias + sum_(j < width) tap_j * x_(t - width + 1 + j))
+        y_t = activation(bias + sum_(j < width) tap_j * x_(t - r + j))
 
-    Tokens before the first one count as zeros. Time is O(T D width). Products are summed in at
-    least float32.
+    r is `width - 1` if causal, and else `width // 2`. Tokens past the ends count as zeros. Time is
+    O(T D width). Products are summed in at least float32.
 
     Args:
       features: D, number of features per token.
       width: number of taps, including the current token.
       activation: elementwise activation; None applies no activation.
       use_bias: whether each feature has a learned bias.
+      is_causal: whether token t reads no later tokens. A bidirectional module cannot decode.
       taps_init: initializer of the taps `(width, D)`; the first tap is for the oldest token.
       **options: see `effattn.nn.options.Parameters`.
 
@@ -47,12 +48,13 @@ class ShortConvolution(Module):
         *,
         activation: Callable[[jax.Array], jax.Array] | None = silu,
         use_bias: bool = False,
+        is_causal: bool = True,
         taps_init: Callable[..., Any] = taps_init,
         **options: Unpack[Parameters],
     ):
         self.features = checks.at_least("features", features, 1, "features")
         self.width = checks.at_least("width", width, 1, "tokens")
-        self.activation = activation
+        self.activation, self.is_causal = activation, is_causal
         self.dtype = options.get("dtype")
         self.param_dtype = param_dtype = options.get("param_dtype", jnp.float32)
         # Not named `kernel`, since optimisers recognise matrices by that name.
@@ -83,9 +85,7 @@ class ShortConvolution(Module):
         pair = checks.segment_ids(segment_ids, (batch,), time, time)
         ids = None if pair is None else pair[0]
         valid = self._valid(lengths, batch, time, ids)
-        return self._convolve(
-            with_tokens_before(zero_padding(x, valid), self.width - 1), valid, ids
-        )
+        return self._convolve(self._around(zero_padding(x, valid)), valid, ids)
 
     def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
         """Returns the empty decode state of `batch` rows, zeros `(B, width - 1, D)`.
@@ -95,6 +95,7 @@ class ShortConvolution(Module):
           dtype: dtype of the state; default the module's `dtype`, or `param_dtype` if `dtype` is
             None.
         """
+        self._check_causal()
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
         return jnp.zeros((batch, self.width - 1, self.features), state_dtype(dtype))
@@ -112,6 +113,7 @@ class ShortConvolution(Module):
         Returns:
           `(y (B, T, D), state)`; y is zero in the padding, which does not change the state.
         """
+        self._check_causal()
         self._check(x)
         batch, time = x.shape[:2]
         checks.shaped("state", state, (batch, self.width - 1, self.features))
@@ -134,7 +136,7 @@ class ShortConvolution(Module):
         # Round parameters to the computation dtype, as other layers do.
         taps, read = taps.astype(dtype).astype(wide), read.astype(dtype).astype(wide)
         time = read.shape[1] - self.width + 1
-        ids_read = None if ids is None else with_tokens_before(ids, self.width - 1)
+        ids_read = None if ids is None else self._around(ids)
         y = jnp.zeros((), wide) if bias is None else bias.astype(dtype).astype(wide)[None, None]
         for token, tap in enumerate(taps):
             x = read[:, token : token + time]
@@ -143,6 +145,21 @@ class ShortConvolution(Module):
             y = y + tap[None, None] * x
         y = y if self.activation is None else self.activation(y)
         return zero_padding(y, valid).astype(dtype)
+
+    def _around(self, x: jax.Array) -> jax.Array:
+        """All tokens that the outputs read, `(B, width - 1 + T, ...)`, with zeros past the ends."""
+        if self.is_causal:
+            return with_tokens_before(x, self.width - 1)
+        reach = self.width // 2
+        read = with_neighbours(x, reach, 1)
+        # The taps of an even width reach one token less on the right.
+        return read[:, : read.shape[1] - 1] if self.width % 2 == 0 else read
+
+    def _check_causal(self) -> None:
+        if not self.is_causal:
+            raise ValueError(
+                "a bidirectional ShortConvolution cannot decode; make it with is_causal=True"
+            )
 
     def _check(self, x: jax.Array) -> None:
         if x.ndim != 3 or x.shape[-1] != self.features:

@@ -101,6 +101,13 @@ def last_tokens(read: jax.Array, number: int, lengths: jax.Array | None) -> jax.
     return jnp.take_along_axis(read, at[..., None], 1, mode="clip")
 
 
+def with_global_mask(mixer: Any, global_mask: jax.Array | None) -> dict[str, jax.Array]:
+    """The keyword `global_mask` for a mixer; none without a mask, or if the mixer takes none."""
+    if global_mask is None or not getattr(mixer, "takes_global_mask", False):
+        return {}
+    return {"global_mask": global_mask}
+
+
 def _check_integers(name, array, shape):
     if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(

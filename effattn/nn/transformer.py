@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from effattn.arrays import checks, mesh_axes
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
 from effattn.decode.state import check_capacity, check_state, is_concrete, new_lengths, row_lengths
-from effattn.nn import initializers
+from effattn.nn import initializers, reversible
 from effattn.nn.array_options import own_copy
 from effattn.nn.block import Block, Routing
 from effattn.nn.configuration import TransformerConfig, dtypes_of, final_norm_of
@@ -62,7 +62,6 @@ class Transformer(Module):
         if not isinstance(config, TransformerConfig):
             raise ValueError(f"config must be a TransformerConfig, got {config!r}")
         self.config = config
-        dtypes = dtypes_of(config)
         kind, embedding_init = config.position_kind(), initializers.embedding_init
         if kind == "sinusoidal":  # a call multiplies embeddings by sqrt(D)
             embedding_init = nnx.initializers.normal(config.features**-0.5)
@@ -70,7 +69,7 @@ class Transformer(Module):
             nnx.Embed,
             features=config.features,
             embedding_init=embedding_init,
-            param_dtype=dtypes["param_dtype"],
+            param_dtype=dtypes_of(config)["param_dtype"],
             rngs=rngs,
         )
         self.embed = embed(
@@ -96,6 +95,7 @@ class Transformer(Module):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """Returns the features of each token.
@@ -105,12 +105,15 @@ class Transformer(Module):
             tokens out of range give NaN. Padding may hold any value.
           lengths: `(B,)` int, valid tokens of each right-padded row.
           segment_ids: `(B, T)` int, packed sequences: one id per document, 0 is padding.
+          global_mask: bool `(B, T)`, True for global tokens, for each mixer whose calls select
+            global tokens (`LongformerSelfAttention` with `max_global`).
           rngs: `nnx.Rngs` or a key for dropout; None disables dropout.
 
         Returns:
-          `(B, T, D)`.
+          `(B, T, D)`; `(B, T, 2 D)` from a reversible model.
         """
-        return self._features(tokens, lengths, segment_ids, rngs)[0]
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self._features(tokens, marks, rngs)[0]
 
     @mesh_axes.on_mesh_of_input
     def with_routing(
@@ -119,6 +122,7 @@ class Transformer(Module):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
         """Returns the output of a call, and the `RoutingStats` of each layer that has experts.
@@ -126,7 +130,8 @@ class Transformer(Module):
         Add the sums of both losses over the layers to the loss of training (see
         `MixtureOfExperts.with_routing`).
         """
-        return self._features(tokens, lengths, segment_ids, rngs)
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        return self._features(tokens, marks, rngs)
 
     def update_centroids(
         self,
@@ -134,6 +139,7 @@ class Transformer(Module):
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
         decay: float = 0.999,
         axis_name: Any = None,
     ) -> None:
@@ -151,9 +157,10 @@ class Transformer(Module):
                     read, lengths=lengths, segment_ids=segment_ids, decay=decay, axis_name=axis_name
                 )
 
-        self._features(tokens, lengths, segment_ids, None, before=move)
+        marks = {"lengths": lengths, "segment_ids": segment_ids, "global_mask": global_mask}
+        self._features(tokens, marks, None, before=move)
 
-    def _features_and_costs(self, tokens, lengths, segment_ids, rngs):
+    def _features_and_costs(self, tokens, marks, rngs):
         """Features, and the costs `(B, T)` of the tokens in mixtures of mechanisms, over layers."""
         costs = [jnp.zeros(jnp.shape(tokens))]
 
@@ -162,17 +169,20 @@ class Transformer(Module):
                 read, given = block.mixer_input(x), {"lengths": lengths, "segment_ids": segment_ids}
                 costs.append(block.mixer.token_costs(read, **given))
 
-        features, _ = self._features(tokens, lengths, segment_ids, rngs, before=collect)
+        features, _ = self._features(tokens, marks, rngs, before=collect)
         return features, sum(costs)
 
-    def _features(self, tokens, lengths, segment_ids, rngs, *contexts, before=None, name="tokens"):
+    def _features(self, tokens, marks, rngs, *contexts, before=None, name="tokens"):
         """Features `(B, T, D)` of whole sequences, and the statistics of experts.
 
-        `contexts` are sequences with one further block argument per layer. `before` is called as
+        `marks` has lengths, segment_ids and global_mask, or None or nothing for each. `contexts`
+        are sequences with one further block argument per layer. `before` is called as
         `before(block, x, lengths, segment_ids)` ahead of each block. `name` is the argument name of
         `tokens` in error messages.
         """
         tokens = token_ids(tokens, name)
+        lengths, segment_ids = marks.get("lengths"), marks.get("segment_ids")
+        self._check_global(marks.get("global_mask"))
         batch, time = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(time), tokens.shape)
         if segment_ids is not None:
@@ -192,20 +202,52 @@ class Transformer(Module):
         if valid is not None and self.positions is not None:
             _check_documents(jnp.where(valid, positions, 0), self.positions.num_embeddings)
 
+        marks = {**marks, "lengths": lengths, "segment_ids": segment_ids}
         key = dropout_key(rngs)
         x = self._embed(tokens, positions, valid, name)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
-        routing: Routing = ()
+        if self.config.reversible and before is None:
+            x, routing = self._reversibly(x, marks, key, *contexts)
+            return self.norm(x), routing
+        x, routing = self._streams(x), ()
         kept: dict[int | None, Any] = {}
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
-            x = mesh_axes.constrained(x, ACTIVATIONS)
+            x = jax.tree.map(lambda x: mesh_axes.constrained(x, ACTIVATIONS), x)
             if before is not None:
                 before(block, x, lengths, segment_ids)
             shared = kept.get(self.config.shared_source(layer))
-            given = lengths, segment_ids, _fold_in(key, layer), shared, *context
+            given = marks, _fold_in(key, layer), shared, *context
             x, stats, kept[layer] = self._block(block, x, *given)
             routing += stats
-        return self.norm(x), routing
+        return self.norm(self._joined(x)), routing
+
+    def _streams(self, x):
+        """The input of the first layer: embeddings, or two streams of them in at least float32."""
+        return (x.astype(dtypes.wide(x)),) * 2 if self.config.reversible else x
+
+    def _joined(self, x):
+        """The features that the final norm reads, from the output of the last layer."""
+        return jnp.concatenate(x, -1) if self.config.reversible else x
+
+    def _reversibly(self, x, marks, key, *contexts):
+        """Output of a reversible model's layers, without a norm, and the statistics of experts."""
+
+        def call(blocks, x, marks, key, *contexts):
+            def placed(part):
+                return lambda x: part(mesh_axes.constrained(x, ACTIVATIONS))
+
+            parts = [
+                placed(part)
+                for layer, (block, *context) in enumerate(zip(blocks, *contexts, strict=True))
+                for part in block.parts(*context, **marks, rngs=_fold_in(key, layer))
+            ]
+            streams, further = reversible.run(parts, *self._streams(x))
+            routing = tuple(stats for stats in further if stats is not None)
+            return self._joined(streams), routing
+
+        given = self.blocks, x, marks, key, *contexts
+        places = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()
+        return mesh_axes.placed(call, x, *places)(*given)
 
     def _check_columns(self, count, name="tokens"):
         """Raises `ValueError` if there are fewer learned positions than columns of tokens."""
@@ -215,7 +257,17 @@ class Transformer(Module):
                 f"learned positions (max_length), got {count}"
             )
 
-    def _extend(self, tokens, state, lengths, *contexts):
+    def _check_global(self, global_mask):
+        """Raises `ValueError` for a mask that no mixer takes."""
+        takes = (getattr(block.mixer, "takes_global_mask", False) for block in self.blocks)
+        if global_mask is not None and not any(takes):
+            raise ValueError(
+                "global_mask was given, but no mixer of this model takes it; give the model the "
+                'mixer {"name": "longformer", "max_global": ...}, without global_tokens, or leave '
+                "global_mask out"
+            )
+
+    def _extend(self, tokens, state, lengths, global_mask, *contexts):
         """Returns the features of new tokens, and the decode state after these tokens."""
         tokens = token_ids(tokens)
         batch, time = tokens.shape
@@ -226,19 +278,22 @@ class Transformer(Module):
                 "it is the state of another model"
             )
         lengths = new_lengths(lengths, batch, time)
+        self._check_global(global_mask)
         if self.positions is not None:
             check_capacity(state.length, lengths, self.positions.num_embeddings)
-        x = self._embed(tokens, positions_from(state.length, time), within(lengths, time))
+        embedded = self._embed(tokens, positions_from(state.length, time), within(lengths, time))
+        x = self._streams(embedded)
         layers: list[Any] = []
         kept: dict[int | None, Any] = {}
         several = zip(self.blocks, state.layers, *contexts, strict=True)
         for number, (block, layer, *context) in enumerate(several):
-            given = lengths, kept.get(self.config.shared_source(number)), *context
+            shared = kept.get(self.config.shared_source(number))
+            given = lengths, global_mask, shared, *context
             x, after, values = mesh_axes.extended(_extend_block, block, x, layer, *given, further=1)
             # Keys and values are part of the state.
             kept[number] = after if values is None else values
             layers.append(after)
-        return self.norm(x), TransformerState(tuple(layers), state.length + lengths)
+        return self.norm(self._joined(x)), TransformerState(tuple(layers), state.length + lengths)
 
     def _embed(self, tokens, positions, valid, name="tokens"):
         if valid is not None:
@@ -254,25 +309,26 @@ class Transformer(Module):
         # a long sum in 16 bits stops growing.
         return x.astype(dtypes_of(self.config)["dtype"])
 
-    def _block(self, block, x, lengths, segment_ids, key, *shared_and_context):
+    def _block(self, block, x, marks, key, *shared_and_context):
         """The results of `with_shared` of the block."""
 
-        def call(block, x, lengths, segment_ids, key, *given):
-            padding = {"lengths": lengths, "segment_ids": segment_ids}
-            return block.with_shared(x, *given, **padding, rngs=key)
+        def call(block, x, marks, key, *given):
+            return block.with_shared(x, *given, **marks, rngs=key)
 
         if self.config.remat:
             policy = self.config.remat_policy
             if isinstance(policy, str):
                 policy = getattr(jax.checkpoint_policies, policy)
             call = jax.checkpoint(call, policy=policy)
-        whole, of_tokens = (PartitionSpec(*mesh_axes.spec(x)[:axes]) for axes in (3, 2))
-        given = lengths, segment_ids, key, *shared_and_context
-        return mesh_axes.placed(call, x, whole, PartitionSpec(), of_tokens)(block, x, *given)
+        like = x[0] if self.config.reversible else x
+        whole, of_tokens = (PartitionSpec(*mesh_axes.spec(like)[:axes]) for axes in (3, 2))
+        given = marks, key, *shared_and_context
+        return mesh_axes.placed(call, like, whole, PartitionSpec(), of_tokens)(block, x, *given)
 
 
-def _extend_block(block, x, state, lengths, *shared_and_context):
-    return block.extend_with_shared(x, state, *shared_and_context, lengths=lengths)
+def _extend_block(block, x, state, lengths, global_mask, *shared_and_context):
+    given = {"lengths": lengths, "global_mask": global_mask}
+    return block.extend_with_shared(x, state, *shared_and_context, **given)
 
 
 def _rows(table: nnx.Embed, indices: jax.Array) -> jax.Array:

@@ -71,7 +71,7 @@ def divided(mixer: Any, x: jax.Array) -> Callable[..., jax.Array]:
     rows = tuple(name for name in _ROWS if types.get(name) == AxisType.Auto)
     rows = rows if x.shape[0] % math.prod(mesh.shape[name] for name in rows) == 0 else ()
     of_rows, of_tokens = PartitionSpec(rows), PartitionSpec(rows, _SEQUENCE)
-    specs = {"segment_ids": of_tokens, "lengths": of_rows}
+    specs = {"segment_ids": of_tokens, "global_mask": of_tokens, "lengths": of_rows}
 
     def run(x: jax.Array, **padding: Any) -> jax.Array:
         given = {name: array for name, array in padding.items() if array is not None}

@@ -27,7 +27,7 @@ MOST_KEPT = 2**22  # variables of a layer that later passes and lengths take aga
 
 # Options by length, in addition to the numbers in `registry.Mechanism.options_at`.
 OPTIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
-    "longformer": lambda length: {"num_global": 16},
+    "longformer": lambda length: {"global_tokens": 16},
     "lsh": lambda length: {"num_rounds": 4, "num_buckets": min(256, max(2, length // 64))},
     # The angles of cosFormer need a maximum length.
     "cosformer": lambda length: {"max_length": max(2**20, length)},

@@ -18,7 +18,7 @@ class Classifier(nnx.Module):
 
     def __init__(self, config: TransformerConfig, num_classes: int, *, rngs: nnx.Rngs):
         self.transformer = Transformer(config, rngs=rngs)
-        self.head = nnx.Linear(config.features, num_classes, rngs=rngs)
+        self.head = nnx.Linear(config.out_features, num_classes, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """Returns logits `(B, C)` of tokens `(B, T)`, of which the first `lengths (B,)` count."""

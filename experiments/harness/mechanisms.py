@@ -53,7 +53,7 @@ def sizes(
     }
     window_mixer = {"name": "sliding_window", **windowed["sliding_window"]}
     return windowed | {
-        "longformer": {**windowed["longformer"], "num_global": root},
+        "longformer": {**windowed["longformer"], "global_tokens": root},
         "mixture_of_mechanisms": {"mechanisms": (window_mixer, "softmax")},
         "streaming": {"window_size": window},
         "adaptive_span": {"max_span": window},

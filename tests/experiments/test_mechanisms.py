@@ -31,11 +31,11 @@ def test_options_that_are_not_given_follow_the_length():
     assert short["sliding_window"] == {"local_window_size": (15, 0)}
     assert long["sliding_window"] == {"local_window_size": (1023, 0)}
     bidirectional = of_length(4096, None, is_causal=False)["longformer"]
-    assert bidirectional == {"local_window_size": (512, 511), "num_global": 64}
+    assert bidirectional == {"local_window_size": (512, 511), "global_tokens": 64}
     (window, _) = long["mixture_of_mechanisms"]["mechanisms"]
     assert window == {"name": "sliding_window", "local_window_size": (1023, 0)}
     for name, option in (
-        ("longformer", "num_global"),
+        ("longformer", "global_tokens"),
         ("sparse_transformer", "stride"),
         ("block_sparse", "block_size"),
         ("bigbird", "block_size"),
@@ -85,6 +85,8 @@ def test_options_turns_and_shares():
     assert mixer == str(
         {"name": "bigbird", "block_size": 8, "num_global_blocks": (1, 1), "seed": 3}
     )
+    (mixer,) = set(map(str, mixers("longformer,local_window_size=4,global_tokens=(0, 9)")))
+    assert mixer == str({"name": "longformer", "local_window_size": 4, "global_tokens": (0, 9)})
     (mixer,) = set(map(str, mixers("block_linformer,block_size=16,sharing='none'")))
     own = {"block_size": 16, "num_projected": 2, "sharing": "none"}
     assert mixer == str({"name": "block_linformer", **own})

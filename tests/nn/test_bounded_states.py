@@ -31,7 +31,7 @@ WIDE = {
         16, 4, local_window_size=(2, 0), max_global=10**5, **options
     ),
     "longformer, first tokens": lambda **options: LongformerSelfAttention(
-        16, 4, local_window_size=(2, 0), num_global=10**5, global_projections=True, **options
+        16, 4, local_window_size=(2, 0), global_tokens=10**5, global_projections=True, **options
     ),
     "routing beside a window": lambda **options: RoutingSelfAttention(
         16,

@@ -180,6 +180,11 @@ def without_decoding(in_features, rngs):
             "attention 'uniform' has no option scale",
         ),
         (
+            lambda: model({"name": "path", "width": 3}),
+            ValueError,
+            r"'path' has no option width; its options are chunk_size, convolution_width,(?!.*beta)",
+        ),
+        (
             lambda: model(without_decoding).init_state(2, 6),
             NotImplementedError,
             "Linear has no init_state and extend, so the model cannot decode",

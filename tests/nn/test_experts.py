@@ -402,5 +402,5 @@ def test_wrong_arguments_are_one_sentence():
         build(2)(np.ones((3, 8), np.float32))
     with pytest.raises(ValueError, match="experts must be Experts or None for all layers, or a "):
         dataclasses.replace(CONFIG, experts=4)
-    with pytest.raises(ValueError, match="or a tuple of 2, one for each layer, got "):
+    with pytest.raises(ValueError, match="or a sequence of 2, one for each layer, got "):
         dataclasses.replace(CONFIG, experts=(Experts(2),))

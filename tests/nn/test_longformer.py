@@ -164,25 +164,27 @@ def test_without_global_tokens_it_is_a_window_that_decodes_as_one():
 
 
 LEADING = {
-    "causal": {"num_global": 3, "max_global": None},
+    "causal": {"global_tokens": 3, "max_global": None},
     "own projections, rotary": {
-        "num_global": 3,
+        "global_tokens": 3,
         "max_global": None,
         "global_projections": True,
         "rotary": RotaryEmbedding(),
     },
-    "packed, bidirectional": {"num_global": 2, "max_global": 6, "is_causal": False},
+    "packed, bidirectional": {"global_tokens": 2, "max_global": 6, "is_causal": False},
+    "named, bidirectional": {"global_tokens": [4, 1], "max_global": 6, "is_causal": False},
 }
 
 
 @pytest.mark.parametrize("name", LEADING)
-def test_the_first_tokens_of_each_document_are_global(name):
+def test_tokens_at_these_positions_of_each_document_are_global(name):
     mixer = made(**LEADING[name])
-    masked = made(**{**LEADING[name], "num_global": 0, "max_global": mixer.max_global or 3})
-    x, at = floats(2, LENGTH, 16), np.arange(LENGTH)
-    close(call(mixer, x), call(masked, x, global_mask=np.tile(at < mixer.num_global, (2, 1))))
+    none = {"global_tokens": 0}
+    masked = made(**{**LEADING[name], **none, "max_global": mixer.max_global or 3})
+    x, is_global = floats(2, LENGTH, 16), np.isin(np.arange(LENGTH), mixer.global_tokens)
+    close(call(mixer, x), call(masked, x, global_mask=np.tile(is_global, (2, 1))))
     if mixer.max_global is None:
-        with pytest.raises(ValueError, match="segment_ids with num_global need max_global"):
+        with pytest.raises(ValueError, match="segment_ids with global_tokens need max_global"):
             call(mixer, x, segment_ids=np.ones((2, LENGTH), int))
         return
     ids = np.tile(np.repeat([1, 2, 0], (5, 6, 1)), (2, 1))
@@ -222,7 +224,7 @@ def test_a_model_reads_its_first_tokens_from_beyond_the_window():
         return np.abs(jax.jit(jax.grad(last))(floats(1, LENGTH, 16)))[0].sum(-1)
 
     at = np.arange(LENGTH)
-    window, with_global = gradients(max_global=None), gradients(max_global=None, num_global=2)
+    window, with_global = gradients(max_global=None), gradients(max_global=None, global_tokens=2)
     np.testing.assert_array_equal(window > 0, at >= LENGTH - 3)
     np.testing.assert_array_equal(with_global > 0, (at >= LENGTH - 3) | (at < 2))
 
@@ -257,8 +259,14 @@ def test_padding_and_other_documents_reach_nothing():
     [
         ({"max_global": 0}, "max_global must be an int, 1 or more, or None, got 0"),
         ({"max_global": None, "global_projections": True}, "global_projections=True needs global"),
-        ({"num_global": -1}, "num_global must be an int, 0 or more tokens, got -1"),
-        ({"num_global": 4}, "num_global must be at most max_global=3, .* got 4"),
+        ({"global_tokens": -1}, "global_tokens must be an int, 0 or more tokens, got -1"),
+        (
+            {"global_tokens": 4},
+            "max_global=3, .* must be at least .* global_tokens of a document, got 4",
+        ),
+        ({"global_tokens": ()}, r"a number of tokens, or one or more positions, .* got \(\)"),
+        ({"global_tokens": (0, -2)}, r"positions, ints from 0, got \(0, -2\)"),
+        ({"global_tokens": 1.5}, "global_tokens must be a number of tokens, .* got 1.5"),
         ({"global_mask": GLOBAL}, "no option global_mask; the argument global_mask of each call"),
         ({"stride": 2}, "no option stride"),
         ({"dilation": (1, 2, 1, 2)}, "must be the same for the 2 query heads"),
@@ -273,8 +281,10 @@ def test_wrong_global_masks_are_named():
     x = floats(2, LENGTH, 16)
     with pytest.raises(ValueError, match="global_mask needs max_global"):
         made(max_global=None)(x, global_mask=GLOBAL)
-    with pytest.raises(ValueError, match="global_mask must be None with num_global=2"):
-        made(num_global=2)(x, global_mask=GLOBAL)
+    with pytest.raises(
+        ValueError, match="global_mask must be None with global_tokens, .* the positions 0, 1;"
+    ):
+        made(global_tokens=2)(x, global_mask=GLOBAL)
     with pytest.raises(ValueError, match=r"bool of shape \(2, 12\), got int"):
         made()(x, global_mask=GLOBAL.astype(int))
     with pytest.raises(ValueError, match=r"shape \(2, 12\), got bool of shape \(1, 12\)"):

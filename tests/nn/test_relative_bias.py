@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from effattn.nn import RelativePositionBias, SelfAttention
+from effattn.nn import CrossAttention, HybridHeads, RelativePositionBias, SelfAttention
 from effattn.nn.relative_bias import relative_buckets
 from tests.nn.build import filled, floats
 
@@ -65,6 +65,18 @@ def test_a_bias_of_other_heads_is_refused():
     bias = RelativePositionBias(N + 1, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="score_mod must be for the 2 heads .*, got one for 3"):
         SelfAttention(8, N, score_mod=bias, rngs=nnx.Rngs(0))
+
+
+def test_a_causal_bias_is_refused_in_bidirectional_attention():
+    bias, rngs = RelativePositionBias(N, rngs=nnx.Rngs(0)), nnx.Rngs(0)
+    heads = [{"name": "softmax", "num_heads": 1}] * N
+    for build in (
+        lambda: SelfAttention(8, N, score_mod=bias, is_causal=False, rngs=rngs),
+        lambda: CrossAttention(8, N, score_mod=bias, rngs=rngs),
+        lambda: HybridHeads(8, N, heads, score_mod=bias, is_causal=False, rngs=rngs),
+    ):
+        with pytest.raises(ValueError, match="with is_causal=True, .*; make it with is_causal=Fal"):
+            build()
 
 
 @pytest.mark.parametrize(

@@ -143,12 +143,19 @@ def test_generation_and_experts():
     np.testing.assert_array_equal(np.argmax(logits, -1)[:, 2:-1], out[:, 3:])
 
 
+@pytest.mark.parametrize("several", [list, np.array])
+def test_any_sequence_names_the_layers(several):
+    changes = {**CROSS_LAYER, "keys_from": several(CROSS_LAYER["keys_from"])}
+    ours, expected = (dataclasses.replace(CONFIG, **each) for each in (changes, CROSS_LAYER))
+    assert ours == expected and hash(ours) == hash(expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"keys_from": (0, 0, 1, 3)}, "keys_from must be a tuple of num_layers=4 ints"),
-        ({"keys_from": (0, 2, 2, 2)}, "keys_from must be a tuple of num_layers=4 ints"),
-        ({"keys_from": (0, 0)}, "keys_from must be a tuple of num_layers=4 ints"),
+        ({"keys_from": (0, 0, 1, 3)}, "keys_from must be a sequence of num_layers=4 ints"),
+        ({"keys_from": (0, 2, 2, 2)}, "keys_from must be a sequence of num_layers=4 ints"),
+        ({"keys_from": (0, 0)}, "keys_from must be a sequence of num_layers=4 ints"),
         (
             {**CROSS_LAYER, "mixer": WINDOW},
             "layers that share keys and values must have a mechanism among softmax, .* got 'sl",

@@ -52,6 +52,32 @@ def test_it_is_a_loop_over_tokens_and_taps(width):
     close(silu(np.asarray(call(linear, X))), expected)
 
 
+@pytest.mark.parametrize("width", [1, 4, 5])
+def test_a_bidirectional_one_reads_both_sides(width):
+    """Whole, padded and packed: it reads no token past the ends of a document."""
+    layer = make(width, is_causal=False, activation=None)
+    taps, before = np.asarray(layer.taps[...]), width // 2
+    ids = np.tile([1] * 6 + [2] * 4 + [0], (BATCH, 1))
+
+    def expected(allowed):
+        y = np.zeros_like(X)
+        for t, j in np.ndindex(LENGTH, width):
+            at = t - before + j
+            if 0 <= at < LENGTH and allowed(t, at):
+                y[:, t] += taps[j] * X[:, at]
+        return y
+
+    close(call(layer, X), expected(lambda t, at: True))
+    spoiled = np.where(ids[..., None] > 0, X, np.nan)
+    packed = call(layer, spoiled, segment_ids=ids)
+    close(packed, expected(lambda t, at: ids[0, t] == ids[0, at] > 0))
+    padded = call(layer, spoiled, lengths=np.full(BATCH, 10))
+    close(padded, expected(lambda t, at: max(t, at) < 10))
+    for decode in (lambda: layer.init_state(BATCH), lambda: layer.extend(X, X)):
+        with pytest.raises(ValueError, match="bidirectional ShortConvolution cannot decode"):
+            decode()
+
+
 def test_any_split_equals_the_whole():
     """The rows have pieces of unequal lengths, with NaN after the end of each piece."""
     layer = make(use_bias=True)

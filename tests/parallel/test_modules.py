@@ -93,7 +93,7 @@ HEADS = {
     "long_short": {"window_size": 3, "segment_size": 4, "num_projected": 2},
     "longformer": {
         "local_window_size": 9,
-        "num_global": 3,
+        "global_tokens": 3,
         "max_global": 9,
         "global_projections": True,
         "rotary": ROTARY,
@@ -253,6 +253,12 @@ def test_mixers_exchange_heads(name):
 def test_documents_of_exchanged_heads(name):
     options = {"heads": 4, **HEADS[name]}
     check(name, parallel.exchange_heads, options, segment_ids=IDS, lengths=LENGTHS)
+
+
+def test_convolutions_read_both_neighbours():
+    options = {"heads": 4, "width": 4, "combination": "sum", "is_causal": False}
+    given = {"segment_ids": IDS, "lengths": LENGTHS}
+    check("convolution_attention", parallel.exchange_heads, options, **given)
 
 
 @pytest.mark.slow

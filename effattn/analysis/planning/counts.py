@@ -324,7 +324,7 @@ def split(config, layer, module):
 class _Model(TransformerLM):
     """A model that calls all layers by one function, which JAX traces once for layers alike."""
 
-    def _block(self, block, x, lengths, segment_ids, key, shared):
+    def _block(self, block, x, marks, key, shared):
         return _call(self.config.remat, self.config.remat_policy)(block, x, shared)
 
 

@@ -157,6 +157,11 @@ def make(
         raise ValueError(
             "model must have keys_from=None: plans do not count keys and values that layers share"
         )
+    if config.reversible:
+        raise ValueError(
+            "model must have reversible=False: plans do not count layers that compute their inputs "
+            "from their outputs"
+        )
     for name, number in (("context", context), ("batch", batch), ("microbatches", microbatches)):
         checks.at_least(name, number, 1)
     for axis, size in mesh.items():
