@@ -606,6 +606,18 @@ MIXERS = {
             },
         },
     ),
+    "mega": Case(
+        variants={
+            "": {"chunk_size": 5, "ema_dim": 3, "shared_dim": 4, "value_dim": 6},
+            "laplace": {
+                "chunk_size": 4,
+                "ema_dim": 2,
+                "shared_dim": 3,
+                "attention_function": "laplace",
+                "relative_bias": "simple",
+            },
+        },
+    ),
     "transformer_xl": Case(
         variants={
             "": {"segment_size": 3, "memory_size": 5},
@@ -623,6 +635,6 @@ COST = {
     ),
     "lsh": lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
 }
-TRANSFORMS = frozenset({"fnet", "hyena", "long_convolution", "s4", "s4d", "h3"})
+TRANSFORMS = frozenset({"fnet", "hyena", "long_convolution", "s4", "s4d", "h3", "mega"})
 # For 16 bits: options without choices between numbers, which rounding would change.
 NARROW = {"indexed": (("top_k", 64),), "lsh": (("num_buckets", 1),)}
