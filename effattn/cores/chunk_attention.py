@@ -94,7 +94,7 @@ def attend(
         given = dataclasses.replace(given, activation=function)
     with sequence_parts.alone():
         out, _ = attention.attend(query, key, value, given)
-    return out.reshape(len(out), count * tile, -1)[:, :time]
+    return out.reshape(len(out), count * tile, out.shape[-1])[:, :time]
 
 
 def _number_of_keys(ids, tile, width, before, is_causal):

@@ -200,6 +200,7 @@ class Mega(CausalMixer):
             mixed, after = diagonal_spaces.mix("Mega", x, spaces[0], state, rows)
         else:
             mixed = diagonal_spaces.mix_both_ways("Mega", x, spaces[0], spaces[1], rows)
+        mixed = token_mixing.cleared(mixed, rows.valid)
         omega = self.omega[...].astype(wide)
         return jax.nn.silu(mixed + lead(omega, 3) * x).astype(dtype), after
 
