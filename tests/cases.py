@@ -384,7 +384,11 @@ FUNCTIONS = {
         decays=frozenset({"rate"}),
     ),
     # An angle is the imaginary part of the logarithm of a complex decay.
-    "mamba3": Recurrent(arguments=turns, decays=frozenset({"log_decay", "angle"})),
+    "mamba3": Recurrent(
+        arguments=turns,
+        decays=frozenset({"log_decay", "angle"}),
+        module={"mimo_rank": 2, "state_size": 4},
+    ),
     "mamba": Recurrent(
         arguments=lambda rng, sizes: {
             "step_size": softplus(rng.normal(size=tokens(sizes, sizes.value_size))),
