@@ -96,6 +96,7 @@ import effattn.functional.convolution_attention  # isort: skip
 import effattn.functional.recurrent_memory  # isort: skip
 import effattn.functional.transformer_xl  # isort: skip
 import effattn.functional.compressive  # isort: skip
+import effattn.functional.mega  # isort: skip
 import effattn.functional.inducing_points  # isort: skip
 from effattn.functional.infini import infini_attention  # isort: skip
 import effattn.functional.lstm  # isort: skip

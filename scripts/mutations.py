@@ -140,6 +140,10 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/nn/test_compressive.py",), None),
         (("tests/laws/test_laws.py",), "transformer_xl or compressive"),
     ),
+    r"cores/(diagonal_spaces|chunk_attention)": (
+        (("tests/nn/test_mega.py",), None),
+        (("tests/laws/test_laws.py",), "mega or s4d"),
+    ),
     r"cores/native_sparse": (
         (("tests/functional/test_native_sparse.py",), None),
         (("tests/laws/test_laws.py",), "native_sparse"),

@@ -384,7 +384,11 @@ FUNCTIONS = {
         decays=frozenset({"rate"}),
     ),
     # An angle is the imaginary part of the logarithm of a complex decay.
-    "mamba3": Recurrent(arguments=turns, decays=frozenset({"log_decay", "angle"})),
+    "mamba3": Recurrent(
+        arguments=turns,
+        decays=frozenset({"log_decay", "angle"}),
+        module={"mimo_rank": 2, "state_size": 4},
+    ),
     "mamba": Recurrent(
         arguments=lambda rng, sizes: {
             "step_size": softplus(rng.normal(size=tokens(sizes, sizes.value_size))),
@@ -612,6 +616,18 @@ MIXERS = {
             },
         },
     ),
+    "mega": Case(
+        variants={
+            "": {"chunk_size": 5, "ema_dim": 3, "shared_dim": 4, "value_dim": 6},
+            "laplace": {
+                "chunk_size": 4,
+                "ema_dim": 2,
+                "shared_dim": 3,
+                "attention_function": "laplace",
+                "relative_bias": "simple",
+            },
+        },
+    ),
     "transformer_xl": Case(
         variants={
             "": {"segment_size": 3, "memory_size": 5},
@@ -629,6 +645,6 @@ COST = {
     ),
     "lsh": lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
 }
-TRANSFORMS = frozenset({"fnet", "hyena", "long_convolution", "s4", "s4d", "h3"})
+TRANSFORMS = frozenset({"fnet", "hyena", "long_convolution", "s4", "s4d", "h3", "mega"})
 # For 16 bits: options without choices between numbers, which rounding would change.
 NARROW = {"indexed": (("top_k", 64),), "lsh": (("num_buckets", 1),)}

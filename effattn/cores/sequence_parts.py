@@ -50,6 +50,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "DilatedConvolution",
                 "GRU",
                 "LSTM",
+                "Mega",
                 "SLSTM",
                 "RWKV4ChannelMix",
                 "RWKV6ChannelMix",

@@ -67,6 +67,17 @@ def check(
     return *(cleared(x, valid) for x in arrays.values()), valid, starts
 
 
+def ends(valid: jax.Array | None, starts: jax.Array | None) -> jax.Array | None:
+    """True at the last token of each document, `(B, T)`, from the arrays of `check`.
+
+    Read from the end, a document starts there. None without documents.
+    """
+    if starts is None or valid is None:
+        return None
+    after = starts[:, 1:] | ~valid[:, 1:]
+    return jnp.concatenate([after, jnp.ones_like(starts[:, :1])], 1) & valid
+
+
 def cleared(array: jax.Array, valid: jax.Array | None) -> jax.Array:
     """`(..., B, T, D)` with zeros where `valid (B, T)` is False; None is True everywhere."""
     return array if valid is None else jnp.where(valid[..., None], array, 0)

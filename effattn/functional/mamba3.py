@@ -1,6 +1,8 @@
 """Trapezoidal scan: the state space of Mamba-3, with a complex state by rotation."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, mesh_axes
+from effattn.arrays.axes import lead
 from effattn.cores import recurrence, sequence_parts
 from effattn.interfaces.linear_recurrence import Terms, clear
 from effattn.naive import over_tokens, with_naive
@@ -21,7 +24,7 @@ class TrapezoidalState(NamedTuple):
     """State of `trapezoidal_scan`; zeros are the empty state.
 
     Attributes:
-      sums: h, `(*B, K, F, P)`, keys by values.
+      sums: h, `(*B, K / R, F, P)`, keys by values.
       key: B of the last token, `(*B, K, F)`.
       value: x of the last token, `(*B, K, P)`.
     """
@@ -31,32 +34,61 @@ class TrapezoidalState(NamedTuple):
     value: jax.Array
 
 
-def naive(state, query, key, value, *, step_size, log_decay, trapezoid, angle):
-    """One token of one head: C and B `(F,)`, x `(P,)`, angle `(R,)`; dt, dt A and l are numbers."""
+def naive(state, query, key, value, *, step_size, log_decay, trapezoid, angle, rank):
+    """One token of one state: C and B `(R, F)` and x `(R, P)` in one axis, angle `(M,)`."""
+    C, B, x = (array.reshape(rank, -1) for array in (query, key, value))
+    B_before, x_before = (array.reshape(rank, -1) for array in (state.key, state.value))
     cos, sin = jnp.cos(angle), jnp.sin(angle)
 
     def turned(x):
-        """Rotates R pairs of the first axis."""
+        """Rotates M pairs of the first axis."""
         pairs = x[: 2 * angle.size].reshape(angle.size, 2, *x.shape[1:])
-        turn = jnp.array([[cos, -sin], [sin, cos]])  # (2, 2, R)
+        turn = jnp.array([[cos, -sin], [sin, cos]])  # (2, 2, M)
         pairs = jnp.einsum("ijr,rj...->ri...", turn, pairs)
         return jnp.concatenate([lax.collapse(pairs, 0, 2), x[2 * angle.size :]])
 
     alpha, gamma = jnp.exp(log_decay), trapezoid * step_size
     beta = (1 - trapezoid) * step_size * alpha
-    before = beta * jnp.outer(turned(state.key), state.value)
-    sums = alpha * turned(state.sums) + before + gamma * jnp.outer(key, value)
-    return TrapezoidalState(sums, key, value), query @ sums
+    before = beta * turned(B_before.T) @ x_before
+    sums = alpha * turned(state.sums) + before + gamma * B.T @ x
+    return TrapezoidalState(sums, key, value), (C @ sums).ravel()
 
 
-def _empty(key, value, **_):
-    return TrapezoidalState(jnp.zeros((key.size, value.size), value.dtype), key, value)
+def _empty(key, value, rank, **_):
+    sums = jnp.zeros((key.size // rank, value.size // rank), value.dtype)
+    return TrapezoidalState(sums, key, value)
+
+
+def _of_ranks(form: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives the naive form of a state the R heads of query, key and value that share the state."""
+
+    @functools.wraps(form)
+    def call(*, query, key, value, rank, initial_state, **given):
+        def folded(x):
+            return x.reshape(*x.shape[:-2], x.shape[-2] // rank, rank * x.shape[-1])
+
+        def unfolded(x):
+            return x.reshape(*x.shape[:-2], x.shape[-2] * rank, x.shape[-1] // rank)
+
+        def of_state(state, fold):
+            return TrapezoidalState(state.sums, fold(state.key), fold(state.value))
+
+        if initial_state is not None:
+            initial_state = of_state(initial_state, folded)
+        heads = dict(zip(("query", "key", "value"), map(folded, (query, key, value)), strict=True))
+        result = form(**heads, rank=rank, initial_state=initial_state, **given)
+        if given.get("return_state"):
+            out, state = result
+            return unfolded(out), of_state(state, unfolded)
+        return unfolded(result)
+
+    return call
 
 
 _PER_TOKEN = ("step_size", "log_decay", "trapezoid", "angle")
 
 
-@with_naive(over_tokens(naive, per_token=_PER_TOKEN, empty=_empty))
+@with_naive(_of_ranks(over_tokens(naive, per_token=_PER_TOKEN, empty=_empty)))
 @declared
 def trapezoidal_scan(
     query: jax.Array,
@@ -67,9 +99,10 @@ def trapezoidal_scan(
     log_decay: jax.Array,
     trapezoid: jax.Array,
     angle: jax.Array,
+    rank: int = 1,
     **options: Unpack[Recurrent],
 ) -> Any:
-    r"""State space of Mamba-3 (Lahoti et al. 2026, "Mamba-3"), of one input and output per head.
+    r"""State space of Mamba-3 (Lahoti et al. 2026, "Mamba-3"), also with several inputs (MIMO).
 
     In the symbols of the paper, with the generalised trapezoidal rule,
 
@@ -79,17 +112,23 @@ def trapezoidal_scan(
     R_t rotates pairs of features by `angle`: each pair is a complex number whose decay has this
     phase. With l = 1 and no angle it is `state_space_duality` of Mamba-2. It runs as a linear
     recurrence of rotated queries and keys in which a token writes the key before it. Always causal.
-    Time is O(T (c + F) P) for chunks of c tokens, memory O(T), state F x P + F + P numbers a head.
+
+    With a `rank` of R, a state has R inputs and outputs: R consecutive heads of query, key and
+    value share it. Each product B x^T is then a sum of R products, and each of the R queries reads
+    the state. Time is O(T (c + F + R) P) a head for chunks of c / R tokens, memory O(T), and a
+    state has F x P + R (F + P) numbers.
 
     Args:
       query: C, `(*B, T, N, F)`, with any number of batch dimensions; F is the state size.
-      key: B, `(*B, T, K, F)`, N a multiple of K: query head n reads key head n // (N // K).
+      key: B, `(*B, T, K, F)`, N a multiple of K. There are K / R states, and query head n reads
+        state n // (N R // K).
       value: x, `(*B, T, K, P)`.
-      step_size: dt, `(*B, T, K)`, positive.
-      log_decay: dt A, `(*B, T, K)`, 0 or less, checked if concrete.
-      trapezoid: l, `(*B, T, K)`, in [0, 1]: the share of the present token.
-      angle: `(*B, T, K, R)`, in radians, dt times the imaginary part of A; features 2 r and 2 r + 1
-        are a pair. R is at most F / 2, and features from 2 R on are not rotated.
+      step_size: dt, `(*B, T, K / R)`, positive.
+      log_decay: dt A, `(*B, T, K / R)`, 0 or less, checked if concrete.
+      trapezoid: l, `(*B, T, K / R)`, in [0, 1]: the share of the present token.
+      angle: `(*B, T, K / R, M)`, in radians, dt times the imaginary part of the rate; features 2 m
+        and 2 m + 1 are a pair. M is at most F / 2, and features from 2 M on are not rotated.
+      rank: R, heads of query, key and value that share a state; a divisor of K.
       **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
 
     Returns:
@@ -101,7 +140,13 @@ def trapezoidal_scan(
     """
     given = recurrence.check(query, key, value, **options)
     checks.known_length("trapezoidal_scan", given.query)
-    *shape, size = given.key.shape
+    *shape, heads, size = given.key.shape
+    if heads % checks.at_least("rank", rank, 1, "heads"):
+        raise ValueError(
+            f"rank must divide the {heads} heads of key and value, as each state has as many of "
+            f"them, got {rank}"
+        )
+    shape = [*shape, heads // rank]
     log_decay = recurrence.check_log_decay(log_decay, tuple(shape))
     step_size = checks.shaped("step_size", step_size, tuple(shape))
     trapezoid = checks.shaped("trapezoid", trapezoid, tuple(shape))
@@ -112,7 +157,7 @@ def trapezoidal_scan(
             f"angle must rotate at most {size // 2} pairs of the {size} features of a key, got "
             f"{pairs} angles"
         )
-    first, tokens = _check_state(given), given.tokens
+    first, tokens = _check_state(given, rank), given.tokens
     arrays = given.key, given.value, step_size, log_decay, trapezoid, angle
     arrays = jax.tree.map(lambda x: x.astype(given.dtype), clear(arrays, tokens.key_mask))
     query = clear(given.query, tokens.query_mask).astype(given.dtype)
@@ -120,7 +165,8 @@ def trapezoidal_scan(
     *_, of_keys, _ = mesh_axes.spec(given.key)
     per_query, per_key = PartitionSpec(*axes, of_queries), PartitionSpec(*axes, of_keys)
     per_row = PartitionSpec(*axes[:-1], of_keys)
-    turned, written, ends = mesh_axes.placed(_written, query, per_query, per_key, per_row)(
+    write = functools.partial(_written, rank)
+    turned, written, ends = mesh_axes.placed(write, query, per_query, per_key, per_row)(
         query, arrays, first, tokens.key_mask, tokens.starts
     )
     out, sums = recurrence.run(
@@ -130,53 +176,104 @@ def trapezoidal_scan(
             given,
             initial_state=None if given.initial_state is None else first.sums,
             # Padding has no keys; after a document it writes the last key of the document.
-            tokens=tokens._replace(key_mask=None),
+            tokens=_tokens_of_steps(tokens._replace(key_mask=None), rank),
         ),
         turned,
         written,
     )
-    finish = mesh_axes.placed(_finished, query, per_query, per_row)
-    out, state = finish(out, sums, query, arrays, first, tokens.key_mask, ends)
+    finish = mesh_axes.placed(functools.partial(_finished, rank), query, per_query, per_row)
+    steps = turned, *written[:2]
+    out, state = finish(out, sums, query, steps, arrays, first, tokens.key_mask, ends)
     return recurrence.results(out.astype(given.value.dtype), state, given)
 
 
-def _written(query, arrays, first, mask, starts):
-    """The rotated queries, what each token writes, and what the state needs of the last token."""
+def _ranks(x, rank):
+    """Heads `(..., K, F)` as the R heads of each state, `(..., K / R, R, F)`."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] // rank, rank, x.shape[-1])
+
+
+def _in_order(x):
+    """The R heads of states `(*B, T, S, R, F)` as steps of the recurrence, `(*B, T R, S, F)`."""
+    x = jnp.moveaxis(x, -2, -3)
+    return lax.collapse(x, x.ndim - 4, x.ndim - 2)
+
+
+def _by_token(x, rank):
+    """Inverse of `_in_order`."""
+    x = x.reshape(*x.shape[:-3], x.shape[-3] // rank, rank, *x.shape[-2:])
+    return jnp.moveaxis(x, -3, -2)
+
+
+def _tokens_of_steps(tokens, rank):
+    """The masks of the R steps of each token; a document starts in the first one."""
+    steps = [None if x is None else jnp.repeat(x, rank, -1) for x in tokens]
+    query_mask, key_mask, starts = steps
+    if starts is not None:
+        first = jnp.arange(starts.shape[-1]) % rank == 0
+        starts = starts & lead(first, starts.ndim)
+    return tokens._replace(query_mask=query_mask, key_mask=key_mask, starts=starts)
+
+
+def _written(rank, query, arrays, first, mask, starts):
+    """The rotated queries, what each step writes, and what the state needs of the last token."""
     key, value, step_size, log_decay, trapezoid, angle = arrays
+    query, key, value, first_key, first_value = (
+        _ranks(x, rank) for x in (query, key, value, first.key, first.value)
+    )
     angle, total = _running(angle)
     present = trapezoid * step_size
-    # A token writes the key before it, whose weight depends on both tokens. The first token of a
+    # A token writes the keys before it, whose weight depends on both tokens. The first token of a
     # document writes none.
     weight = jnp.exp(log_decay) * (_before(present, -2) + (1 - trapezoid) * step_size)
     if starts is not None:
         weight = clear(weight, ~starts)
-    turned = _turned(key, -angle)
-    # The first key follows that of the state, also after padding.
-    mask = jnp.ones(key.shape[:-2], bool) if mask is None else mask
-    follows = _before(mask, -1)[..., None, None]
-    last_key = jnp.where(follows, _before(turned, -3), first.key[..., None, :, :])
-    last_value = jnp.where(follows, _before(value, -3), first.value[..., None, :, :])
-    groups = query.shape[-2] // key.shape[-2]
-    query = _turned(query, -jnp.repeat(angle, groups, -2))
-    ends = turned[..., -1:, :, :].sum(-3), present[..., -1:, :].sum(-2), total
-    return query, (weight[..., None] * last_key, last_value, log_decay), ends
+    turned = _turned(key, -angle[..., None, :])
+    # The first keys follow those of the state, also after padding.
+    mask = jnp.ones(key.shape[:-3], bool) if mask is None else mask
+    follows = _before(mask, -1)[..., None, None, None]
+    last_key = jnp.where(follows, _before(turned, -4), first_key[..., None, :, :, :])
+    last_value = jnp.where(follows, _before(value, -4), first_value[..., None, :, :, :])
+    groups = query.shape[-3] // key.shape[-3]
+    query = _turned(query, -jnp.repeat(angle, groups, -2)[..., None, :])
+    ends = turned[..., -1:, :, :, :].sum(-4), present[..., -1:, :].sum(-2), total
+    decays = jnp.stack([log_decay, *[jnp.zeros_like(log_decay)] * (rank - 1)], -1)
+    written = weight[..., None, None] * last_key, last_value, decays[..., None]
+    *steps, decays = map(_in_order, written)
+    return _in_order(query), (*steps, decays[..., 0]), ends
 
 
-def _finished(out, sums, query, arrays, first, mask, ends):
+def _finished(rank, out, sums, query, steps, arrays, first, mask, ends):
     """The output with what a token reads of itself, and the state after the last token."""
     key, value, step_size, _, trapezoid, _ = arrays
-    groups = query.shape[-2] // key.shape[-2]
-    products = (query * jnp.repeat(key, groups, -2)).sum(-1)
-    weights = products * jnp.repeat(trapezoid * step_size, groups, -1)
-    out = out.astype(query.dtype) + weights[..., None] * jnp.repeat(value, groups, -2)
+    of_state = value.shape[-2] // rank
+    turned, written, last_value = (_by_token(x, rank) for x in steps)
+    query, keys, values = (_ranks(x, rank) for x in (query, key, value))
+    groups = query.shape[-3] // of_state
+    present = jnp.repeat(trapezoid * step_size, groups, -1)[..., None]
+    out = _by_token(out.astype(query.dtype), rank)
+    for m in range(rank):
+
+        def of_rank(x, m=m):
+            """Head m of the state of each query, `(*B, T, N / R, 1, F)`."""
+            return jnp.repeat(x[..., m : m + 1, :], groups, -3)
+
+        products = present * (query * of_rank(keys)).sum(-1)
+        out = out + products[..., None] * of_rank(values)
+        if m:
+            # The steps before step m of the token have not read the key before it.
+            missed = (turned * of_rank(written)).sum(-1)
+            missed = jnp.where(lead(jnp.arange(rank) < m, missed.ndim), missed, 0)
+            out = out + missed[..., None] * of_rank(last_value)
     last_key, weight, total = ends
-    last_value, parts = value[..., -1:, :, :].sum(-3), sequence_parts.current()
+    last_value, parts = values[..., -1:, :, :, :].sum(-4), sequence_parts.current()
     if parts is not None:
         every = lax.all_gather((last_key, weight, last_value), parts.axis_name)
         last_key, weight, last_value = jax.tree.map(lambda x: x[-1], every)
-    sums = sums + (weight[..., None] * last_key)[..., None] * last_value[..., None, :]
+    last_key = weight[..., None, None] * last_key
+    sums = sums + (last_key[..., None] * last_value[..., None, :]).sum(-3)
     sums = jnp.swapaxes(_turned(jnp.swapaxes(sums, -1, -2), total[..., None, :]), -1, -2)
     last_key, last_value = _last(key, mask, first.key), _last(value, mask, first.value)
+    out = out.reshape(*out.shape[:-3], out.shape[-3] * rank, out.shape[-1])
     return out, TrapezoidalState(sums, last_key, last_value)
 
 
@@ -185,11 +282,11 @@ def _terms(_, query, keys) -> Terms:
     return Terms(query, key, value, log_decay=log_decay)
 
 
-def _check_state(given):
+def _check_state(given, rank):
     """The initial state, of the dtype of sums; zeros if there is none."""
     state, (*batch, _, heads, size) = given.initial_state, given.key.shape
     values = given.value.shape[-1]
-    shapes = (heads, size, values), (heads, size), (heads, values)
+    shapes = (heads // rank, size, values), (heads, size), (heads, values)
     if state is None:
         return TrapezoidalState(*(jnp.zeros((*batch, *shape), given.dtype) for shape in shapes))
     if not isinstance(state, TrapezoidalState):
@@ -206,7 +303,7 @@ def _check_state(given):
 
 
 def _turned(x, angle):
-    """Rotates the pairs `(..., 2 r)` and `(..., 2 r + 1)` of x `(..., F)` by angles `(..., R)`."""
+    """Rotates the pairs `(..., 2 m)` and `(..., 2 m + 1)` of x `(..., F)` by angles `(..., M)`."""
     count = 2 * angle.shape[-1]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = x[..., 0:count:2], x[..., 1:count:2]
@@ -215,7 +312,7 @@ def _turned(x, angle):
 
 
 def _running(angle):
-    """Sums of angles `(*B, T, K, R)` up to each token, and of the whole sequence, `(*B, K, R)`."""
+    """Sums of angles `(*B, T, S, M)` up to each token, and of the whole sequence, `(*B, S, M)`."""
     sums = _sums(angle)
     total, parts = sums[..., -1:, :, :].sum(-3), sequence_parts.current()
     if parts is None:
@@ -228,7 +325,7 @@ def _running(angle):
 
 @jax.custom_jvp
 def _sums(angle):
-    """Running sums of angles `(*B, T, K, R)`, without whole turns in float32.
+    """Running sums of angles `(*B, T, S, M)`, without whole turns in float32.
 
     A float32 sum of many angles has a large error. As 32-bit fixed-point fractions of a turn, the
     angles are added without rounding, and the overflow drops whole turns.

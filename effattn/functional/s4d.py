@@ -1,25 +1,18 @@
 """S4D: diagonal state space models of each feature, run as convolutions or recurrences."""
 
-import math
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
-from effattn.arrays.segments import positions_from, within
-from effattn.cores import passed_states, sequence_parts, token_mixing
+from effattn.cores import diagonal_spaces, token_mixing
+from effattn.cores.diagonal_spaces import Rows, Space
 from effattn.cores.token_mixing import cleared
 from effattn.naive import over_tokens, with_naive
 from effattn.options import TokenMixing, declared
-from effattn.xla.linear_scan import linear_scan
-from effattn.xla.long_convolution import long_convolution
-
-# Tokens in a chunk of the recurrence.
-_CHUNK = 64
 
 
 def naive(state, x, *, rate, output, step_size, skip):
@@ -84,8 +77,7 @@ def s4_convolution(
             "reaches across documents"
         )
     x, valid, starts = token_mixing.check("s4_convolution", {"x": x}, **options)
-    initial, lengths = options.get("initial_state"), options.get("lengths")
-    batch, time, features = x.shape
+    initial, (batch, _, features) = options.get("initial_state"), x.shape
     dtype, wide = x.dtype, dtypes.wide(x.dtype)
     rate, output = (_complex(n, a, features, wide) for n, a in (("rate", rate), ("output", output)))
     if rate.shape != output.shape:
@@ -94,53 +86,27 @@ def s4_convolution(
         )
     step_size = checks.shaped("step_size", step_size, (features,)).astype(wide)
     logs = dtypes.product(step_size[:, None], rate)
-    written = jnp.expm1(logs) / rate
     given, u = (batch, *rate.shape), x.astype(wide)
-    state = jnp.zeros(given, rate.dtype) if initial is None else jnp.asarray(initial)
-    if state.shape != given or not jnp.iscomplexobj(state):
-        raise ValueError(
-            f"initial_state must be complex of shape {given}, got {state.dtype} of shape "
-            f"{state.shape}"
-        )
-    state = state.astype(rate.dtype)
-    by_recurrence = starts is not None or method == "recurrence"
-
-    def last_from(state):
-        if by_recurrence:
-            return _recurrence(u, jnp.exp(logs), written, output, state, valid, starts)[1]
-        return _last(u, logs, written, state, lengths)
-
-    count = jnp.full((batch,), time) if valid is None else valid.sum(1)
-    state, after = _passed(last_from, logs, state, count, starts)
-    if by_recurrence:
-        y, last = _recurrence(u, jnp.exp(logs), written, output, state, valid, starts)
-    else:
-        y = long_convolution(u, _kernel(logs, output * written, time))
-        if initial is not None or after is not None:
-            y = y + _seen(logs, output, state, time)
-        last = last_from(state)
+    state = None if initial is None else jnp.asarray(initial)
+    if state is not None:
+        if state.shape != given or not jnp.iscomplexobj(state):
+            raise ValueError(
+                f"initial_state must be complex of shape {given}, got {state.dtype} of shape "
+                f"{state.shape}"
+            )
+        state = state.astype(rate.dtype)
+    y, last = diagonal_spaces.mix(
+        "s4_convolution",
+        u,
+        Space(logs, jnp.expm1(logs) / rate, output),
+        state,
+        Rows(options.get("lengths"), valid, starts),
+        by_recurrence=method == "recurrence",
+    )
     if skip is not None:
         y = y + lead(checks.shaped("skip", skip, (features,)).astype(wide), 3) * u
     y = cleared(y, valid).astype(dtype)
-    return (y, last if after is None else after) if options.get("return_state") else y
-
-
-def _passed(last_from, logs, state, count, starts):
-    """The state before this device's part of a sequence, and that after the whole sequence.
-
-    `last_from(state)` is the state after this part, of `count (B,)` valid tokens. Outside of
-    `sequence_parts.along`, the results are `state` and None.
-    """
-    parts = sequence_parts.taken("s4_convolution", "pass_states")
-    if parts is None:
-        return state, None
-    kept = jnp.exp(dtypes.product(logs[None], count[:, None, None]))
-    if starts is not None:
-        kept = jnp.where(starts.any(1)[:, None, None], 0, kept)
-    pair = kept, last_from(jnp.zeros_like(state))
-    return passed_states.chained(
-        parts, pair, state, lambda before, pair: pair[0] * before + pair[1]
-    )
+    return (y, last) if options.get("return_state") else y
 
 
 def _complex(name: str, value: Any, features: int, dtype: Any) -> jax.Array:
@@ -151,84 +117,6 @@ def _complex(name: str, value: Any, features: int, dtype: Any) -> jax.Array:
             f"{value.shape}"
         )
     return value.astype(dtypes.common(dtype, jnp.complex64))
-
-
-def _split(time):
-    """Splits `time` in blocks: returns their number and size, both near the square root."""
-    size = max(1, math.isqrt(time))
-    return -(-time // size), size
-
-
-def _powers(logs, count, stride=1, first=0):
-    """Returns exp(logs (first + stride n)) for n < count, `(..., count)`."""
-    steps = lead(first + stride * jnp.arange(count), logs.ndim + 1)
-    return jnp.exp(dtypes.product(logs[..., None], steps))
-
-
-def _kernel(logs, weights, time):
-    """Returns 2 Re sum_m weights_m exp(logs_m t), `(T, D)`, by powers of blocks and in blocks."""
-    blocks, size = _split(time)
-    of_blocks = weights[..., None] * _powers(logs, blocks, size)
-    kernel = jnp.einsum("dma,dmb->dab", of_blocks, _powers(logs, size))
-    return 2 * kernel.real.reshape(logs.shape[0], -1)[:, :time].T
-
-
-def _seen(logs, output, state, time):
-    """Returns the contribution of the initial state to all outputs, `(B, T, D)`."""
-    blocks, size = _split(time)
-    of_blocks = (state * output[None])[..., None] * _powers(logs, blocks, size, first=1)[None]
-    seen = jnp.einsum("rdma,dmb->rabd", of_blocks, _powers(logs, size))
-    return 2 * seen.real.reshape(state.shape[0], blocks * size, logs.shape[0])[:, :time]
-
-
-def _last(u, logs, written, state, lengths):
-    """Returns the state after the last valid token."""
-    batch, time, features = u.shape
-    blocks, size = _split(time)
-    u = jnp.pad(u, ((0, 0), (blocks * size - time, 0), (0, 0)))
-    count = jnp.full((batch,), time) if lengths is None else lengths
-    if lengths is not None:
-        # Right-align the valid tokens, so that the place of a token gives its power.
-        at = positions_from(count - time, blocks * size)
-        moved = jnp.take_along_axis(u, at[..., None], 1, mode="clip")
-        fits = ~within(blocks * size - count, blocks * size)
-        u = jnp.where(fits[..., None], moved, 0)
-    u = u.reshape(batch, blocks, size, features)
-    inside, between = _powers(logs, size)[..., ::-1], _powers(logs, blocks, size)[..., ::-1]
-    of_blocks = jnp.einsum("rabd,dmb->radm", u.astype(logs.dtype), inside)
-    added = jnp.einsum("radm,dma->rdm", of_blocks, between)
-    logs_read = dtypes.product(logs[None], count[:, None, None])
-    return jnp.exp(logs_read) * state + added * written[None]
-
-
-def _recurrence(u, decay, written, output, state, valid, starts):
-    """Runs the recurrence chunk by chunk; the backward pass recomputes the states."""
-    u, decay, written, output, state = mesh_axes.vary_alike((u, decay, written, output, state))
-    batch, time, features = u.shape
-    chunk = max(1, min(_CHUNK, time))
-
-    def chunks(array):
-        if array is None:
-            return None
-        array = jnp.pad(array, ((0, 0), (0, -time % chunk), *[(0, 0)] * (array.ndim - 2)))
-        array = array.reshape(batch, -(-time // chunk), chunk, *array.shape[2:])
-        return jnp.moveaxis(array, 1, 0)
-
-    @jax.checkpoint
-    def step(before, of_chunk):
-        u, valid, starts = of_chunk
-        shape = (batch, chunk, *decay.shape)
-        kept = jnp.broadcast_to(decay, shape)
-        if starts is not None:
-            kept = jnp.where(starts[..., None, None], 0, kept)
-        kept = jnp.where(valid[..., None, None], kept, 1)
-        added = jnp.where(valid[..., None, None], dtypes.product(u[..., None], lead(written, 4)), 0)
-        states = linear_scan(kept, added, before)
-        return states[:, -1], 2 * jnp.einsum("rtdm,dm->rtd", states, output).real
-
-    valid = jnp.ones((batch, time), bool) if valid is None else valid
-    state, y = lax.scan(step, state, tuple(map(chunks, (u, valid, starts))))
-    return lax.collapse(jnp.moveaxis(y, 0, 1), 1, 3)[:, :time], state
 
 
 registry.register(

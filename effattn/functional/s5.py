@@ -118,9 +118,7 @@ def s5_scan(
     else:
         sequence_parts.refuse("s5_scan without is_causal=True")
         y, after = _read(linear_scan(decay, added, state), output[0]), None
-        if starts is not None:  # from the end, a document starts with its last token
-            starts = jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], 1)
-        decay = _decays(powers, added, valid, starts)
+        decay = _decays(powers, added, valid, token_mixing.ends(valid, starts))
         later = linear_scan(jnp.flip(decay, 1), jnp.flip(added, 1), state)
         y = y + _read(jnp.flip(later, 1), output[1])
     if skip is not None:

@@ -42,8 +42,8 @@ class Config:
       key_tiles: number of key tiles of the layout in a step.
       origin: `(b, h, i, j) -> (b, h, i, j)`, for mechanisms that rearrange tokens or heads. It maps
         example, head and positions of this call to those passed to `score_mod` and dropout.
-      activation: "sigmoid" or "squared_relu", applied to each logit in place of the softmax. The
-        log-sum-exp then has no meaning.
+      activation: "sigmoid", "squared_relu" or "laplace", applied to each logit in place of the
+        softmax. The log-sum-exp then has no meaning.
       implementations: the result of `effattn.dispatch.choose`.
     """
 

@@ -64,6 +64,7 @@ from effattn.nn.lstm import LSTM
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mamba3 import Mamba3
+from effattn.nn.mega import Mega, MegaState
 from effattn.nn.mesa import MesaNet
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.mlstm import MLSTM
@@ -182,6 +183,8 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mamba3",
+    "Mega",
+    "MegaState",
     "MixtureOfExperts",
     "MesaNet",
     "MixtureOfMechanisms",

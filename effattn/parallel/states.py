@@ -39,7 +39,8 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
         `nn.LSTM`, `nn.SLSTM` and `nn.GRU` may also read both directions. Each device must have
         whole segments of `nn.RecurrentMemoryAttention`, `nn.TransformerXLAttention` and
         `nn.CompressiveAttention`, and at least the tokens that a segment of the last two reads
-        before it, also in slots.
+        before it, also in slots. `nn.Mega` needs whole chunks, or, with `segment_ids`, at least the
+        c - 1 tokens before a token.
       axis_name: the mesh axis that divides the tokens.
 
     Returns:

@@ -106,6 +106,10 @@ class ScoredTiles(Tiles):
         """Weights by an elementwise activation in place of the softmax."""
         if self.config.activation == "sigmoid":
             return jax.nn.sigmoid(logits)
+        if self.config.activation == "laplace":
+            # The distribution function of a normal distribution, of mean sqrt(1/2) and variance
+            # 1 / (4 pi) (Ma et al. 2022).
+            return lax.erfc((0.5**0.5 - logits) * (2 * math.pi) ** 0.5) / 2
         return jnp.square(jax.nn.relu(logits))
 
     def weights(self, logits, lse, delta):

@@ -89,6 +89,7 @@ def sizes(
             "compression_rate": 4,
         },
         "transformer_xl": {"segment_size": quarter, "memory_size": quarter},
+        "mega": {"chunk_size": quarter},
     }
 
 
