@@ -71,6 +71,7 @@ from effattn.functional.hedgehog import hedgehog_attention  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
+from effattn.functional.luna import LunaState, luna_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.functional.lsh import lsh_attention, lsh_rotations  # isort: skip
 from effattn.functional.routing import routing_attention  # isort: skip
@@ -128,6 +129,7 @@ __all__ = [
     "BlockLayout",
     "GatedSlotState",
     "LogLinearState",
+    "LunaState",
     "MLSTMState",
     "MesaState",
     "PerformerState",
@@ -173,6 +175,7 @@ __all__ = [
     "longformer_attention",
     "lsh_attention",
     "lsh_rotations",
+    "luna_attention",
     "mesa_attention",
     "mlstm_attention",
     "moba_attention",

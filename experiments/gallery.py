@@ -177,6 +177,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "performer": {"projection": VECTORS},
     "random_features": {"projection": VECTORS},
     "hedgehog": {"query_projection": VECTORS, "key_projection": VECTORS},
+    "luna": {"pack_query": 2 * VECTORS[:, :8]},
     "cosformer": {"max_length": LENGTH},
     "routing": {"centroids": VECTORS[:, :8]},
 }

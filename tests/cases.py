@@ -461,6 +461,15 @@ FUNCTIONS = {
         module={"window_size": 3, "segment_size": 4, "num_projected": 2},
         bidirectional_and_segments=False,
     ),
+    "luna": FeatureMapped(
+        variants={"": {"activation": "softmax"}, "elu": {"activation": "elu"}},
+        arguments=lambda rng, sizes: {
+            "pack_query": rng.normal(size=(sizes.key_heads, 3, sizes.size)),
+            "pack_key": rng.normal(size=tokens(sizes, sizes.size)),
+        },
+        normalized=False,
+        module={"num_packed": 3},
+    ),
     "nystrom": Tiled(
         variants={
             "": {"num_landmarks": 4},

@@ -125,6 +125,7 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "key_projection": f"{_normal(1, '16, 64')} / 8",
         "value_projection": f"{_normal(2, '16, 64')} / 8",
     },
+    "luna": {"pack_query": _normal(1, "N, 16, H")},
     "indexed": {
         "index_query": _normal(1, "B, T, N, H"),
         "index_key": _normal(2, "B, T, H"),

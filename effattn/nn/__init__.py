@@ -61,6 +61,7 @@ from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.lsh import LSHSelfAttention
 from effattn.nn.lstm import LSTM
+from effattn.nn.luna import LunaSelfAttention
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mamba3 import Mamba3
@@ -178,6 +179,7 @@ __all__ = [
     "LongConvolution",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
+    "LunaSelfAttention",
     "MLSTM",
     "Mamba",
     "Mamba2",

@@ -82,6 +82,7 @@ def sizes(
         "recurrent_memory": {"segment_size": quarter},
         "infini": {"segment_size": quarter},
         "inducing_points": {"num_points": quarter},
+        "luna": {"num_packed": quarter},
         "compressive": {
             "segment_size": max(4, quarter // 4 * 4),
             "memory_size": max(4, quarter // 4 * 4),

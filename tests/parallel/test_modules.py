@@ -31,6 +31,7 @@ STATES = {
     "hgrn2": {},
     "mlstm": {"forget_gate": "exp"},
     "gated_slot": {"num_slots": 3},
+    "luna": {"num_packed": 3, "rotary": ROTARY},
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4},
     "mamba3": {"state_size": 4},
