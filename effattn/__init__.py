@@ -36,6 +36,7 @@ from effattn.functional.hierarchical import hierarchical_attention  # isort: ski
 from effattn.functional.moba import moba_attention  # isort: skip
 from effattn.functional.learned_blocks import learned_block_attention, sampled_block_attention  # isort: skip
 from effattn.functional.native_sparse import native_sparse_attention  # isort: skip
+from effattn.functional.sinkhorn import sinkhorn_attention  # isort: skip
 from effattn.functional.indexed import indexed_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
@@ -208,6 +209,7 @@ __all__ = [
     "selective_attention",
     "selective_scan",
     "sigmoid_attention",
+    "sinkhorn_attention",
     "sliding_window_attention",
     "sparse_attention",
     "sparse_transformer_attention",

@@ -299,6 +299,14 @@ FUNCTIONS = {
             name: rng.normal(size=tokens(sizes, 4)) for name in ("selection_query", "selection_key")
         },
     ),
+    "sinkhorn": Tiled(
+        variants={"": {"block_size": 4}, "cold": {"block_size": 5, "temperature": 0.2}},
+        arguments=lambda rng, sizes: {
+            "sort_projection": rng.normal(size=(sizes.key_heads, sizes.keys, sizes.size))
+        },
+        normalized=False,
+        module={"max_length": 17, "block_size": 4},
+    ),
     "native_sparse": Case(
         variants={"": NATIVE_SPARSE},
         arguments=lambda rng, sizes: {

@@ -132,6 +132,7 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "index_weights": _normal(3, "B, T, N"),
         "top_k": "32",
     },
+    "sinkhorn": {"sort_projection": f"{_normal(1, 'N, 64, H')} / (64 * H) ** 0.5"},
     "native_sparse": {"gates": "jnp.full((B, T, N, 3), 1 / 3)"},
     "long_short": {"projection": f"{_normal(1, 'H, 8')} / H**0.5"},
     "lsh": {

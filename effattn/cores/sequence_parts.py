@@ -107,6 +107,7 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
                 "RoutingSelfAttention",
                 "SelectiveSelfAttention",
                 "SelfAttention",
+                "SinkhornSelfAttention",
                 "StreamingSelfAttention",
                 "Synthesizer",
                 "TTTLinear",

@@ -221,10 +221,10 @@ def _weights(activation, given, pack_query, pack_key, scale, state):
         (weights,) = mesh_axes.placed(activate, given.query, of_keys)(arrays, mask)
         return weights, (), state
 
-    lowest = dtypes.lowest(given.dtype)
-    first = jnp.where(state.total > 0, lax.stop_gradient(state.maximum), lowest)
+    lowest, ids = dtypes.lowest(given.dtype), given.documents and given.documents[1]
 
-    def exponentiate(arrays, mask, starts, ids, first):
+    def exponentiate(arrays, mask, starts, ids, state):
+        first = jnp.where(state.total > 0, lax.stop_gradient(state.maximum), lowest)
         logits = logits_of(arrays, mask)
         present = True if mask is None else mask[..., None, None]
         constant = lax.stop_gradient(jnp.where(present, logits, lowest))
@@ -238,26 +238,22 @@ def _weights(activation, given, pack_query, pack_key, scale, state):
         unit, log_decay, own_last = units_of_keys(
             flat_first, flat, starts, is_causal=given.is_causal, ids=ids
         )
-        last = own_last if last is None else last
+        last = (own_last if last is None else last).reshape(first.shape)
         unit, log_decay = (x.reshape(constant.shape) for x in (unit, log_decay))
         weights = jnp.exp(jnp.where(present, logits - unit, lowest))
-        return weights, log_decay, last.reshape(first.shape)
+        # The given maximum keeps its gradient where it did not change.
+        maximum = jnp.where(last == first, state.maximum, last)
+        if given.is_causal:  # the sums decay to the unit of each token
+            return weights, log_decay, *state._replace(maximum=maximum)
+        ratio = jnp.exp(log_ratio(first, last))
+        sums = state.keys * ratio[..., None, :], state.values * ratio[..., None]
+        return weights, log_decay, *sums, state.total * ratio, maximum
 
-    ids = None if given.documents is None else given.documents[1]
-    weights, log_decay, last = mesh_axes.placed(
-        exponentiate, given.query, of_keys, of_keys, of_state
-    )(arrays, mask, given.tokens.starts, ids, first)
-    # The given maximum keeps its gradient where it did not change.
-    state = state._replace(maximum=jnp.where(last == first, state.maximum, last))
-    if given.is_causal:
-        return weights, (log_decay,), state
-    ratio = jnp.exp(log_ratio(first, last))
-    state = state._replace(
-        keys=state.keys * ratio[..., None, :],
-        values=state.values * ratio[..., None],
-        total=state.total * ratio,
-    )
-    return weights, (), state
+    of_sums = PartitionSpec(*rows, heads, None, None)
+    specs = of_keys, of_keys, of_sums, of_sums, of_state, of_state
+    run = mesh_axes.placed(exponentiate, given.query, *specs)
+    weights, log_decay, *state = run(arrays, mask, given.tokens.starts, ids, state)
+    return weights, (log_decay,) if given.is_causal else (), LunaState(*state)
 
 
 def _check_state(given, packed, activation):

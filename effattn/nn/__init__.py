@@ -108,6 +108,7 @@ from effattn.nn.selective import SelectiveSelfAttention
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.shared_keys import SharedKeysAttention
 from effattn.nn.short_convolution import ShortConvolution
+from effattn.nn.sinkhorn import SinkhornSelfAttention
 from effattn.nn.slstm import SLSTM
 from effattn.nn.streaming import StreamingSelfAttention
 from effattn.nn.synthesizer import Synthesizer
@@ -214,6 +215,7 @@ __all__ = [
     "SelfAttention",
     "SharedKeysAttention",
     "ShortConvolution",
+    "SinkhornSelfAttention",
     "SwiGLU",
     "StreamingSelfAttention",
     "Synthesizer",

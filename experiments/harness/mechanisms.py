@@ -63,6 +63,7 @@ def sizes(
         "random": {"block_size": root},
         "moba": {"block_size": root},
         "learned_blocks": {"block_size": root},
+        "sinkhorn": {"block_size": root},
         "indexed": {"top_k": quarter},
         "native_sparse": {
             "compression_size": max(2, root // 2),

@@ -112,6 +112,7 @@ HEADS = {
     "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4, "rotary": ROTARY},
     "bigbird": {"block_size": 4, "num_random_blocks": 2},
     "native_sparse": {"compression_size": 4, "compression_stride": 2, "block_size": 4},
+    "sinkhorn": {"max_length": 40, "block_size": 8, "is_causal": False},
     "routing": {"heads": 8, "num_clusters": 4, "cluster_size": 8, "rotary": ROTARY},
     "mixture_of_mechanisms": {"mechanisms": ("softmax", "linear")},
     "synthesizer": {"max_length": 40},
