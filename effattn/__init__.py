@@ -36,6 +36,7 @@ from effattn.functional.hierarchical import hierarchical_attention  # isort: ski
 from effattn.functional.moba import moba_attention  # isort: skip
 from effattn.functional.learned_blocks import learned_block_attention, sampled_block_attention  # isort: skip
 from effattn.functional.native_sparse import native_sparse_attention  # isort: skip
+from effattn.functional.sinkhorn import sinkhorn_attention  # isort: skip
 from effattn.functional.indexed import indexed_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
@@ -71,6 +72,7 @@ from effattn.functional.hedgehog import hedgehog_attention  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
+from effattn.functional.luna import LunaState, luna_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.functional.lsh import lsh_attention, lsh_rotations  # isort: skip
 from effattn.functional.routing import routing_attention  # isort: skip
@@ -129,6 +131,7 @@ __all__ = [
     "BlockLayout",
     "GatedSlotState",
     "LogLinearState",
+    "LunaState",
     "MLSTMState",
     "MesaState",
     "PerformerState",
@@ -174,6 +177,7 @@ __all__ = [
     "longformer_attention",
     "lsh_attention",
     "lsh_rotations",
+    "luna_attention",
     "mesa_attention",
     "mlstm_attention",
     "moba_attention",
@@ -206,6 +210,7 @@ __all__ = [
     "selective_attention",
     "selective_scan",
     "sigmoid_attention",
+    "sinkhorn_attention",
     "sliding_window_attention",
     "sparse_attention",
     "sparse_transformer_attention",

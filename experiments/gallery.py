@@ -119,6 +119,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "path": {"reflection": UNIT, "beta": WRITES},
     "adaptive_span": {"span": np.full(1, 8, np.float32), "max_span": 16, "ramp": 8},
     "learned_blocks": {"selection_query": SELECTS, "selection_key": SELECTS},
+    "sinkhorn": {"sort_projection": VECTORS},
     "native_sparse": {"gates": np.full((LENGTH, 1, 3), 0.3, np.float32)},
     "infini": {"gate": np.zeros(1, np.float32), "segment_size": 16},
     "gated_linear": {"log_decay": FORGETS},
@@ -177,6 +178,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "performer": {"projection": VECTORS},
     "random_features": {"projection": VECTORS},
     "hedgehog": {"query_projection": VECTORS, "key_projection": VECTORS},
+    "luna": {"pack_query": 2 * VECTORS[:, :8]},
     "cosformer": {"max_length": LENGTH},
     "routing": {"centroids": VECTORS[:, :8]},
 }

@@ -299,6 +299,14 @@ FUNCTIONS = {
             name: rng.normal(size=tokens(sizes, 4)) for name in ("selection_query", "selection_key")
         },
     ),
+    "sinkhorn": Tiled(
+        variants={"": {"block_size": 4}, "cold": {"block_size": 5, "temperature": 0.2}},
+        arguments=lambda rng, sizes: {
+            "sort_projection": rng.normal(size=(sizes.key_heads, sizes.keys, sizes.size))
+        },
+        normalized=False,
+        module={"max_length": 17, "block_size": 4},
+    ),
     "native_sparse": Case(
         variants={"": NATIVE_SPARSE},
         arguments=lambda rng, sizes: {
@@ -466,6 +474,15 @@ FUNCTIONS = {
             "scores": {"window_size": 4, "slot_scores": normal(17, 2, 3)},
         },
         module={"window_size": 3, "segment_size": 4, "num_projected": 2},
+    ),
+    "luna": FeatureMapped(
+        variants={"": {"activation": "softmax"}, "elu": {"activation": "elu"}},
+        arguments=lambda rng, sizes: {
+            "pack_query": rng.normal(size=(sizes.key_heads, 3, sizes.size)),
+            "pack_key": rng.normal(size=tokens(sizes, sizes.size)),
+        },
+        normalized=False,
+        module={"num_packed": 3},
     ),
     "nystrom": Tiled(
         variants={

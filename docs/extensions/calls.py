@@ -125,12 +125,14 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
         "key_projection": f"{_normal(1, '16, 64')} / 8",
         "value_projection": f"{_normal(2, '16, 64')} / 8",
     },
+    "luna": {"pack_query": _normal(1, "N, 16, H")},
     "indexed": {
         "index_query": _normal(1, "B, T, N, H"),
         "index_key": _normal(2, "B, T, H"),
         "index_weights": _normal(3, "B, T, N"),
         "top_k": "32",
     },
+    "sinkhorn": {"sort_projection": f"{_normal(1, 'N, 64, H')} / (64 * H) ** 0.5"},
     "native_sparse": {"gates": "jnp.full((B, T, N, 3), 1 / 3)"},
     "long_short": {"projection": f"{_normal(1, 'H, 8')} / H**0.5"},
     "lsh": {

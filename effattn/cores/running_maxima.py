@@ -25,6 +25,46 @@ def running_maxima(
     return jnp.concatenate([first, after], -2)[..., :-1, :], after
 
 
+def units_of_keys(
+    first: jax.Array,
+    x: jax.Array,
+    starts: jax.Array | None,
+    *,
+    is_causal: bool,
+    ids: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Maxima M of exponents `x (*B, S, K)`: features of keys are divided by exp(M).
+
+    Args:
+      first: `(*B, K)`, the maximum before the first key; the lowest number if there is none.
+      x: exponents, the lowest number for keys that are padding.
+      starts: bool `(*B, S)`, keys at which a causal maximum restarts; None for none.
+      is_causal: whether the maximum of a key leaves out later keys.
+      ids: segment ids `(*B, S)` of a bidirectional call; None for one document.
+
+    Returns:
+      M of each key, `(*B, S, K)`; the log decay of the sums at each key, of the same shape, zeros
+      if not causal; and M after all keys, `(*B, K)`.
+    """
+    if is_causal:
+        before, after = running_maxima(first, x, starts)
+        last = first if after.shape[-2] == 0 else after[..., -1, :]
+        log_decay = log_ratio(before, after)
+        if starts is not None:  # the recurrence resets the sums there, and reads no decay
+            log_decay = jnp.where(starts[..., None], 0, log_decay)
+        return after, log_decay, last
+    if ids is not None:
+        return maxima_of_documents(x, ids), jnp.zeros_like(x), first
+    last = jnp.maximum(first, jnp.max(x, -2, initial=dtypes.lowest(x.dtype)))
+    return jnp.broadcast_to(last[..., None, :], x.shape), jnp.zeros_like(x), last
+
+
+def log_ratio(before: jax.Array, after: jax.Array) -> jax.Array:
+    """The difference of two maxima; 0 where there is no maximum before."""
+    nothing = before == dtypes.lowest(before.dtype)
+    return jnp.where(nothing, 0, before) - jnp.where(nothing, 0, after)
+
+
 def decaying_maxima(
     first: jax.Array, change: jax.Array, x: jax.Array, starts: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:

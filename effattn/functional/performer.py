@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.cores import feature_attention, recurrence
-from effattn.cores.running_maxima import maxima_of_documents, running_maxima
+from effattn.cores.running_maxima import log_ratio, units_of_keys
 from effattn.interfaces.linear_recurrence import Terms
 from effattn.naive import over_pairs, with_naive
 from effattn.options import FeatureMapped, declared
@@ -223,7 +223,7 @@ def performer_attention(
     packed_ids = None if given.documents is None else given.documents[1]
     units, log_decay, last = _units(parameters, given, first, given.is_causal, packed_ids)
     if sums is not None and not given.is_causal:
-        sums = sums * jnp.exp(_log_decay(first, last))[..., None, None]
+        sums = sums * jnp.exp(log_ratio(first, last))[..., None, None]
     out, sums = run((key, value, units, *log_decay), sums)
     # Keep the given maximum, with its gradient, where it did not change.
     maximum = jnp.where(last == first, jnp.zeros_like(last) if maximum is None else maximum, last)
@@ -268,14 +268,7 @@ def _units(parameters, given, first, is_causal, ids):
         largest = _largest_exponents(parameters, key, given)
         if mask is not None:
             largest = jnp.where(mask[..., None], largest, dtypes.lowest(largest.dtype))
-        if is_causal:
-            before, after = running_maxima(first, largest, starts)
-            last = first if after.shape[-2] == 0 else after[..., -1, :]
-            return after, _log_decay(before, after), last
-        if ids is None:
-            last = jnp.maximum(first, jnp.max(largest, -2, initial=dtypes.lowest(largest.dtype)))
-            return jnp.broadcast_to(last[..., None, :], largest.shape), largest, last
-        return maxima_of_documents(largest, ids), largest, first
+        return units_of_keys(first, largest, starts, is_causal=is_causal, ids=ids)
 
     arguments = parameters, given.key, given.tokens.key_mask, given.tokens.starts, first, ids
     arguments = lax.stop_gradient(arguments)
@@ -295,12 +288,6 @@ def _largest_exponents(parameters, key, given):
     if not len(by_token):
         return jnp.zeros(key.shape[:-1], given.dtype)
     return jnp.moveaxis(lax.map(of_token, by_token, batch_size=BLOCK), 0, -2)
-
-
-def _log_decay(before, after):
-    """Returns before - after; 0 where the sums before are empty."""
-    nothing = before == dtypes.lowest(before.dtype)
-    return jnp.where(nothing, 0, before) - jnp.where(nothing, 0, after)
 
 
 def _check_state(state, given, features, kernel):

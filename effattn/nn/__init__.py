@@ -61,6 +61,7 @@ from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.lsh import LSHSelfAttention
 from effattn.nn.lstm import LSTM
+from effattn.nn.luna import LunaSelfAttention
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mamba3 import Mamba3
@@ -108,6 +109,7 @@ from effattn.nn.selective import SelectiveSelfAttention
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.shared_keys import SharedKeysAttention
 from effattn.nn.short_convolution import ShortConvolution
+from effattn.nn.sinkhorn import SinkhornSelfAttention
 from effattn.nn.slstm import SLSTM
 from effattn.nn.streaming import StreamingSelfAttention
 from effattn.nn.synthesizer import Synthesizer
@@ -179,6 +181,7 @@ __all__ = [
     "LongConvolution",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
+    "LunaSelfAttention",
     "MLSTM",
     "Mamba",
     "Mamba2",
@@ -215,6 +218,7 @@ __all__ = [
     "SelfAttention",
     "SharedKeysAttention",
     "ShortConvolution",
+    "SinkhornSelfAttention",
     "SwiGLU",
     "StreamingSelfAttention",
     "Synthesizer",

@@ -29,13 +29,14 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
       function: a causal recurrence of effattn: `linear_attention`, `attention_free` and `s5_scan`
         with `is_causal=True`, `retention`, `gated_linear_attention`, `state_space_duality`,
         `selective_scan`, `trapezoidal_scan`, `delta_rule_attention`, `mesa_attention`,
-        `mlstm_attention`, `rwkv4_mixing`, `rg_lru`, `gated_slot_attention`, `rwkv6_attention`,
-        `rwkv7_attention`, `s4_convolution` or `h3_mixing`; `functools.partial` of one; or a mixer
-        of one from `effattn.nn`. An `initial_state` is that before the whole sequence, equal on all
-        devices; the returned state is that after it. `segment_ids` are those of this device's
-        tokens; documents may cross devices. Mixers with short convolutions or a token shift, and
-        `nn.ShortConvolution`, `nn.DilatedConvolution` and the channel mixings of RWKV themselves,
-        get the last tokens of the device before: as many as the convolution reaches back, or one.
+        `mlstm_attention`, `rwkv4_mixing`, `rg_lru`, `gated_slot_attention`, `luna_attention`,
+        `rwkv6_attention`, `rwkv7_attention`, `s4_convolution` or `h3_mixing`; `functools.partial`
+        of one; or a mixer of one from `effattn.nn`. An `initial_state` is that before the whole
+        sequence, equal on all devices; the returned state is that after it. `segment_ids` are those
+        of this device's tokens; documents may cross devices. Mixers with short convolutions or a
+        token shift, and `nn.ShortConvolution`, `nn.DilatedConvolution` and the channel mixings of
+        RWKV themselves, get the last tokens of the device before: as many as the convolution
+        reaches back, or one.
         `nn.LSTM`, `nn.SLSTM` and `nn.GRU` may also read both directions. Each device must have
         whole segments of `nn.RecurrentMemoryAttention`, `nn.TransformerXLAttention` and
         `nn.CompressiveAttention`, and at least the tokens that a segment of the last two reads

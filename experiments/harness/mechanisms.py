@@ -63,6 +63,7 @@ def sizes(
         "random": {"block_size": root},
         "moba": {"block_size": root},
         "learned_blocks": {"block_size": root},
+        "sinkhorn": {"block_size": root},
         "indexed": {"top_k": quarter},
         "native_sparse": {
             "compression_size": max(2, root // 2),
@@ -82,6 +83,7 @@ def sizes(
         "recurrent_memory": {"segment_size": quarter},
         "infini": {"segment_size": quarter},
         "inducing_points": {"num_points": quarter},
+        "luna": {"num_packed": quarter},
         "compressive": {
             "segment_size": max(4, quarter // 4 * 4),
             "memory_size": max(4, quarter // 4 * 4),

@@ -287,12 +287,6 @@ def test_sharding_adds_no_collective_and_changes_nothing():
     assert_close(with_gradients(mapped, shared), with_gradients(causal, shared), 1e-5)
 
 
-def test_forward_mode_says_what_to_use():
-    args = draw(5)
-    with pytest.raises(TypeError, match=r"use jax\.grad"):
-        jax.jvp(functools.partial(linear_attention, is_causal=True), args, args)
-
-
 @pytest.mark.parametrize(
     "options, message",
     [

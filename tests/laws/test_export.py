@@ -29,6 +29,7 @@ OPEN = {
     *("rwkv7", "mesa", "random_features", "based", "hedgehog", "hgrn2", "gated_slot", "lightning"),
     *("lstm", "slstm", "gru", "convolution", "mixture_of_mechanisms", "convolution_attention"),
     "inducing_points",
+    "luna",
 }
 QUICK = [s for s in MECHANISMS if s.name in ("softmax", "linear", "delta_net")]
 QUICK += [s for s in MECHANISMS if s.name not in OPEN]

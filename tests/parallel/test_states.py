@@ -67,6 +67,19 @@ CALLS = {
             )
         },
     ),
+    "Luna": (
+        functools.partial(effattn.luna_attention, is_causal=True),
+        {"pack_key": 4 * KEY},
+        {
+            "pack_query": numbers(HEADS, 3, SIZE),
+            "initial_state": effattn.LunaState(
+                numbers(BATCH, HEADS, SIZE, 3),
+                numbers(BATCH, HEADS, 3, SIZE),
+                1 + numbers(BATCH, HEADS, 3) ** 2,
+                numbers(BATCH, HEADS, 3),
+            ),
+        },
+    ),
     "delta rule": (
         effattn.delta_rule_attention,
         {"beta": jax.nn.sigmoid(numbers(*BY_HEAD))},
@@ -219,7 +232,9 @@ IDS = jnp.asarray(
 
 @pytest.mark.parametrize(
     "name",
-    slow_but_for(["retention"], ["linear", "retention", "gated linear", "delta rule", "RWKV-6"]),
+    slow_but_for(
+        ["retention"], ["linear", "retention", "gated linear", "Luna", "delta rule", "RWKV-6"]
+    ),
 )
 def test_documents_that_cross_devices(name):
     function, of_tokens, others = arrays_of(name)
@@ -235,7 +250,7 @@ def test_documents_that_cross_devices(name):
             return function(**given, **others, segment_ids=ids, return_state=True)
 
         (out, state), pull_back = jax.vjp(attend, *arrays)
-        return out, pull_back((cotangent, jnp.zeros_like(state)))
+        return out, pull_back((cotangent, jax.tree.map(jnp.zeros_like, state)))
 
     there = functools.partial(call, parallel.pass_states(function, "sequence"))
     specs = (OF_TOKENS,) * (len(names) + 2)

@@ -59,6 +59,7 @@ OPTIONS = {
     "random": {"block_size": 4},
     "moba": {"block_size": 4, "top_k": 3},
     "learned_blocks": {"block_size": 4, "top_k": 3},
+    "sinkhorn": {"block_size": 4},
     "indexed": {"top_k": 7},
     "infini": {"segment_size": 4, "delta_rule": True},
     "native_sparse": {"compression_size": 4, "compression_stride": 2, "block_size": 4},
@@ -117,6 +118,7 @@ ARRAYS = {
         "selection_query": numbers(BATCH, TOKENS, KEY_HEADS, 3),
         "selection_key": numbers(BATCH, TOKENS, KEY_HEADS, 3),
     },
+    "sinkhorn": {"sort_projection": numbers(KEY_HEADS, 8, SIZE)},
     "selective": {
         "selection_query": numbers(BATCH, TOKENS, 1, 3),
         "selection_key": numbers(BATCH, TOKENS, 1, 3),
