@@ -33,7 +33,7 @@ STATES = {
     "gated_slot": {"num_slots": 3},
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4},
-    "mamba3": {"state_size": 4},
+    "mamba3": {"state_size": 4, "mimo_rank": 2},
     "delta_net": {},
     "gated_delta_net": {},
     "delta_product": {},
