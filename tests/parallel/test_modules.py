@@ -34,7 +34,7 @@ STATES = {
     "luna": {"num_packed": 3, "rotary": ROTARY},
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4},
-    "mamba3": {"state_size": 4},
+    "mamba3": {"state_size": 4, "mimo_rank": 2},
     "delta_net": {},
     "gated_delta_net": {},
     "delta_product": {},
