@@ -46,7 +46,7 @@ class CrossAttention(Attention):
         super().__init__(in_features, context_features, num_heads, attention, **options)
         self.binding.require("cross", "a context")
         self.binding.require("bidirectional", "a context")
-        check_score_mod(self._options().get("score_mod"), num_heads, is_causal=False)
+        check_score_mod(Attention._options(self).get("score_mod"), num_heads, is_causal=False)
 
     @mesh_axes.on_mesh_of_input
     def __call__(

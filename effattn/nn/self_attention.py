@@ -87,7 +87,7 @@ class SelfAttention(Attention, CausalMixer):
     ):
         super().__init__(in_features, in_features, num_heads, attention, **options)
         check_rotary(rotary, head_dim=self.head_dim)
-        check_score_mod(self._options().get("score_mod"), num_heads, is_causal)
+        check_score_mod(Attention._options(self).get("score_mod"), num_heads, is_causal)
         direction = "causal" if is_causal else "bidirectional"
         self.binding.require(direction, f"is_causal={is_causal}")
         self.rotary = rotary
