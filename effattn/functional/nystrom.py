@@ -242,7 +242,8 @@ def _attend_packed(
     def attend(query, key, value, scale, skip_kernel, ids, lengths):
         arrays = query, key, value, scale, skip_kernel, ids, lengths
         query, key, value, scale, skip_kernel, ids, lengths = mesh_axes.vary_alike(arrays)
-        valid_queries, valid_keys = (valid(of, ids, length) for of in lengths)
+        present: Any = [valid(of, ids, length) for of in lengths]
+        valid_queries, valid_keys = present
 
         def clear(x, present):
             return jnp.where(present[..., None, None], x, 0).astype(dtype)
