@@ -94,13 +94,17 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/arrays/test_combine.py", "tests/functional/test_softmax.py"), None),
         (("tests/laws",), "softmax or sliding_window or longformer or hierarchical"),
     ),
-    r"cores/segment_means": (
+    r"cores/(segment_means|document_landmarks)": (
         (("tests/functional/test_nystrom.py",), None),
         (("tests/laws",), "nystrom"),
     ),
-    r"cores/pooling": (
+    r"cores/(pooling|hierarchy|packed_hierarchy)": (
         (("tests/functional/test_hierarchical.py",), None),
         (("tests/laws",), "hierarchical"),
+    ),
+    r"cores/document_slots": (
+        (("tests/cores/test_document_slots.py",), None),
+        (("tests/laws/test_laws.py",), "linformer or long_short"),
     ),
     r"cores/sorted_\w+": (
         (("tests/functional/test_lsh.py",), None),
@@ -144,7 +148,7 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/nn/test_mega.py",), None),
         (("tests/laws/test_laws.py",), "mega or s4d"),
     ),
-    r"cores/native_sparse": (
+    r"cores/(packed_)?native_sparse": (
         (("tests/functional/test_native_sparse.py",), None),
         (("tests/laws/test_laws.py",), "native_sparse"),
     ),

@@ -241,6 +241,8 @@ def _attend_packed(
     def attend(query, key, value, scale, skip_kernel, ids, lengths):
         arrays = query, key, value, scale, skip_kernel, ids, lengths
         query, key, value, scale, skip_kernel, ids, lengths = mesh_axes.vary_alike(arrays)
+        valid_queries: Any
+        valid_keys: Any
         valid_queries, valid_keys = (valid(of, ids, length) for of in lengths)
 
         def clear(x, present):

@@ -116,6 +116,37 @@ def test_bidirectional_with_one_segment_time_is_linear():
     assert abs(cost.exponent(lengths, counts) - 1) <= 0.05, counts
 
 
+@pytest.mark.parametrize("segment_size", [4, slow(None)], ids=["segments", "one segment"])
+def test_packed_bidirectional_documents_give_what_they_give_alone(segment_size, x64):
+    """The first row has three documents, one shorter than a window; the others one of them each."""
+    rng, sizes = np.random.default_rng(0), (6, 2, 5)
+    shapes = {"query": (4, 3), "key": (2, 3), "value": (2, 5), "slot_scores": (2, 3)}
+    arrays = {name: rng.normal(size=(4, LENGTH, *shape)) for name, shape in shapes.items()}
+    ids = np.zeros((4, LENGTH), int)
+    ids[0, : sum(sizes)] = np.repeat([5, 2, 9], sizes)
+    for row, size in enumerate(sizes, 1):
+        ids[row, :size] = 1
+        for x in arrays.values():
+            x[row, :size] = x[0, ids[0] == ids[0, sum(sizes[:row]) - 1]]
+    for x in arrays.values():
+        x[ids == 0] = np.nan
+
+    @jax.jit
+    def gradients(arrays):
+        def call(arrays):
+            options = {"window_size": 3, "segment_size": segment_size, "segment_ids": ids}
+            out = long_short_attention(**arrays, **options)
+            return (out**2).sum(), out
+
+        (_, out), found = jax.value_and_grad(call, has_aux=True)(arrays)
+        return {**found, "out": out}
+
+    for x in map(np.asarray, gradients(arrays).values()):
+        assert (x[ids == 0] == 0).all()
+        alone = np.concatenate([x[row, :size] for row, size in enumerate(sizes, 1)])
+        np.testing.assert_allclose(x[0, : sum(sizes)], alone, rtol=1e-11, atol=1e-12)
+
+
 def test_without_tokens_there_is_nothing():
     empty = {name: x[:, :0] for name, x in draw(3, 3, dtype=np.float32).items()}
     for is_causal in (True, False):

@@ -11,6 +11,7 @@ from effattn.analysis import cost
 from effattn.testing import functions
 from effattn.testing.functions import Sizes
 from tests.laws.battery import ALSO_OF_CORES, FIRST_OF_CORE, FIRST_OF_FAMILY, MECHANISMS
+from tests.marks import slow_but_for
 
 
 def lengths_of(mechanism):
@@ -43,6 +44,23 @@ def both_of(function):
     return run
 
 
+# Mechanisms that move packed documents into blocks, whose size follows the length or is large.
+MOVED = (
+    "block_linformer",
+    "hierarchical",
+    "learned_blocks",
+    "linformer",
+    "long_short",
+    "moba",
+    "native_sparse",
+    "nystrom",
+)
+PACKED = slow_but_for(
+    [m for m in MECHANISMS if m.name == "hierarchical"],
+    [m for m in MECHANISMS if m.name in MOVED],
+)
+
+
 def arrays_of(mechanism, length):
     sizes = Sizes((1,), length, length, heads=1, key_heads=1, size=16, value_size=16)
     return {
@@ -52,8 +70,15 @@ def arrays_of(mechanism, length):
 
 
 @functools.cache
-def traced(mechanism, direction, length, backward=True):
+def traced(mechanism, direction, length, backward=True, packed=False):
     forward, arrays = forward_of(mechanism, direction, length), arrays_of(mechanism, length)
+    if packed:
+        ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+        def of_documents(arrays, ids):
+            return both_of(functools.partial(forward, segment_ids=ids))(arrays)
+
+        return jax.jit(of_documents).trace(arrays, ids)
     return jax.jit(both_of(forward) if backward else lambda a: forward(**a)).trace(arrays)
 
 
@@ -102,6 +127,15 @@ def test_no_array_outgrows_the_claim(mechanism):
         arrays = [cost.largest(jaxpr) for jaxpr in jaxprs]
         most = mechanism.entry.memory_exponent + 0.1
         assert cost.exponent(lengths, arrays) <= most, arrays
+
+
+@pytest.mark.parametrize("mechanism", PACKED, ids=str)
+def test_no_array_of_a_packed_row_outgrows_the_claim(mechanism):
+    """In the last direction; the ids of the documents are not known in the program."""
+    lengths, direction = lengths_of(mechanism), directions(mechanism)[-1]
+    jaxprs = [traced(mechanism, direction, length, packed=True).jaxpr for length in lengths]
+    arrays = [cost.largest(jaxpr) for jaxpr in jaxprs]
+    assert cost.exponent(lengths, arrays) <= mechanism.entry.memory_exponent + 0.1, arrays
 
 
 @pytest.mark.parametrize("mechanism", ALSO_OF_CORES, ids=str)
