@@ -5,7 +5,6 @@ the default there. Tests of sharding are marked `devices` and run in a process o
 `pytest --devices 8 -m devices`.
 """
 
-import gc
 import hashlib
 import itertools
 import os
@@ -20,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from effattn.dispatch import cache
+from experiments.harness import machine
 
 pytest_plugins = ["tests.laws.seconds"]
 
@@ -109,17 +109,10 @@ def nothing_tuned(monkeypatch, tmp_path):
     cache.warn_once.cache_clear()
 
 
-_MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), 30_000
 _tests = itertools.count(1)
 
 
 def pytest_runtest_teardown(item):
-    """Drops compiled programs before they use up the memory mappings of the process.
-
-    Linux allows a process 65,530 mappings. A compilation that needs one more ends the process. A
-    test takes a few hundred.
-    """
-    if next(_tests) % 10 == 0 and _MAPS.exists():
-        if _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
-            jax.clear_caches()
-            gc.collect()
+    """Drops compiled programs before they use up the memory mappings of the process."""
+    if next(_tests) % 10 == 0 and machine.is_full():
+        machine.forget_programs()

@@ -70,7 +70,7 @@ class Mixer(Module):
     ) -> jax.Array:
         """Mixes whole sequences; arguments as in `SelfAttention`.
 
-        There is no dropout, so `rngs` changes nothing.
+        Outputs are zero in the padding. There is no dropout, so `rngs` changes nothing.
         """
         sequence_parts.check_mixer(self)
         x = tokens_of("x", x, self.in_features)
@@ -81,7 +81,8 @@ class Mixer(Module):
         def mix(mixer, x, lengths, segment_ids):
             batch, time = x.shape[:2]
             _, valid = padding_of(mixer.binding, batch, time, lengths, segment_ids)
-            return mixer._mix_all(zero_padding(x, valid), lengths, segment_ids)
+            y = mixer._mix_all(zero_padding(x, valid), lengths, segment_ids)
+            return zero_padding(y, valid)
 
         return mesh_axes.placed_like(x, mix, self, x, lengths, segment_ids)
 
@@ -179,7 +180,7 @@ class CausalMixer(Mixer):
           lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
 
         Returns:
-          `(y (B, T, D), state)`.
+          `(y (B, T, D), state)`; y is zero in the padding.
         """
         return self._extended(x, state, lengths)
 
@@ -196,10 +197,12 @@ class CausalMixer(Mixer):
         self._check_state(state, batch)
 
         def extend(mixer, x, state, lengths, *more):
+            if lengths is None:
+                return mixer._extend(x, state, None, *more)
             each = new_lengths(lengths, batch, time)
-            if lengths is not None:
-                lengths, x = each, zero_padding(x, within(each, time))
-            return mixer._extend(x, state, lengths, *more)
+            valid = within(each, time)
+            y, *rest = mixer._extend(zero_padding(x, valid), state, each, *more)
+            return zero_padding(y, valid), *rest
 
         return mesh_axes.extended(extend, self, x, state, lengths, *more, further=further)
 

@@ -2,8 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,8 +65,7 @@ def train_all(
         config.optimiser, config.steps, config.warmup, config.clip, config.weight_decay
     )
 
-    @functools.cache
-    def compile_once(mechanism: str) -> programs.Programs:
+    def compile_mechanism(mechanism: str) -> programs.Programs:
         build = models.builder(mechanism, config, task)
         return programs.Programs(
             build,
@@ -81,12 +78,6 @@ def train_all(
             config.with_costs,
         )
 
-    compiling = threading.Lock()
-
-    def compile_mechanism(mechanism: str) -> programs.Programs:
-        with compiling:  # two runs of a mechanism may start at the same time
-            return compile_once(mechanism)
-
     mechanisms = [name for name in config.mechanisms if name not in left_out]
     runs = comparison.planned_runs(len(mechanisms), len(config.rates), len(config.seeds))
     at_once = min(runs, config.at_once or (1 if config.mesh else machine.runs_at_once()))
@@ -97,7 +88,7 @@ def train_all(
             folders.fingerprint(settings),
             schedule,
             task,
-            compile_mechanism,
+            programs.Kept(compile_mechanism),
             shown,
             known,
         )

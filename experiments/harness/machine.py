@@ -1,7 +1,11 @@
 """Machine that an experiment runs on."""
 
+import gc
 import os
+import pathlib
 import platform
+
+_MAPPINGS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 30_000
 
 
 def environment() -> dict[str, str]:
@@ -34,3 +38,20 @@ def runs_at_once() -> int:
     import jax
 
     return 3 if jax.default_backend() == "cpu" and (cores() or 1) > 1 else 1
+
+
+def is_full() -> bool:
+    """Returns whether compiled programs take so many memory mappings that few are left.
+
+    Linux allows a process 65,530 mappings. A compilation that needs one more ends the process. A
+    small model takes about a thousand of them.
+    """
+    return _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS
+
+
+def forget_programs() -> None:
+    """Drops the compiled programs that nothing holds."""
+    import jax
+
+    jax.clear_caches()
+    gc.collect()

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 from effattn.nn import Centroids, MixtureOfExperts, PipelinedLM, RoutingStats
+from experiments.harness import machine
 from experiments.harness.loss_scale import LossScale
 from experiments.harness.meshes import ONE_DEVICE, Devices
 from experiments.harness.schedules import Schedule
@@ -70,6 +71,27 @@ class ByShape:
 
 def _shapes(tree: Any) -> tuple[Any, ...]:
     return tuple((np.shape(leaf), np.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(tree))
+
+
+class Kept:
+    """Programs by mechanism, which runs of several seeds share, as long as there is room for them.
+
+    Args:
+      make: function from a mechanism's name to its programs.
+    """
+
+    def __init__(self, make: Callable[[str], "Programs"]):
+        self._make, self._lock = make, threading.Lock()
+        self._kept: dict[str, Programs] = {}
+
+    def __call__(self, mechanism: str) -> "Programs":
+        with self._lock:  # two runs of a mechanism may start at the same time
+            if machine.is_full():
+                self._kept.clear()
+                machine.forget_programs()
+            if mechanism not in self._kept:
+                self._kept[mechanism] = self._make(mechanism)
+            return self._kept[mechanism]
 
 
 class Programs:

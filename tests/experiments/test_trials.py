@@ -5,6 +5,7 @@ import pytest
 
 from experiments.harness import machine, trials
 from experiments.harness.errors import UserError
+from experiments.harness.programs import Kept
 from experiments.harness.schedules import Schedule
 from experiments.harness.trials import Trials, better, key_of
 from tests.experiments.counting import Counting
@@ -92,3 +93,25 @@ def test_results_are_compared_by_the_headline_and_then_by_the_loss():
     ]
     assert min(results, key=better(Accurate())) == results[2]
     assert min(results, key=better(Counting())) == results[3]
+
+
+def test_programs_are_kept_until_the_process_is_full(monkeypatch):
+    made, forgotten = [], []
+    kept = Kept(lambda name: made.append(name) or object())
+    monkeypatch.setattr(machine, "forget_programs", lambda: forgotten.append(len(made)))
+    monkeypatch.setattr(machine, "is_full", lambda: False)
+    first = kept("softmax"), kept("linear")
+    assert (kept("softmax"), kept("linear")) == first
+    monkeypatch.setattr(machine, "is_full", lambda: True)
+    assert kept("softmax") is not first[0]
+    assert made == ["softmax", "linear", "softmax"]
+    assert forgotten == [2]
+
+
+def test_a_process_with_many_mappings_is_full(monkeypatch, tmp_path):
+    maps = tmp_path / "maps"
+    monkeypatch.setattr(machine, "_MAPPINGS", maps)
+    assert not machine.is_full()  # as on other systems than Linux
+    for lines, expected in ((machine.MOST_MAPPINGS, False), (machine.MOST_MAPPINGS + 1, True)):
+        maps.write_bytes(b"\n" * lines)
+        assert machine.is_full() == expected

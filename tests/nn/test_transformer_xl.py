@@ -95,6 +95,14 @@ def test_the_state_has_the_last_keys_and_values():
     assert state.key.shape == state.value.shape == (3, SEGMENT + MEMORY - 1, 2, 4)
 
 
+def test_outputs_in_the_padding_of_new_tokens_are_zero():
+    mixer, lengths = make(), np.array([0, 2])
+    y, _ = mixer.extend(floats(2, 4, 8), mixer.init_state(2, 4), lengths=lengths)
+    padding = np.arange(4) >= lengths[:, None]
+    assert (np.asarray(y)[padding] == 0).all()
+    assert (np.asarray(y)[~padding] != 0).any()
+
+
 def test_no_array_has_all_pairs_of_a_long_sequence():
     """A segment has `L (L + M)` logits; rows of all distances would be larger than all tokens."""
     mixer = nnx.eval_shape(lambda: make(segment_size=16, memory_size=32))

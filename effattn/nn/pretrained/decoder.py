@@ -101,7 +101,7 @@ def _configuration(given: Mapping[str, Any], dtype: Any, param_dtype: Any) -> Tr
     kind = given.get("model_type")
     if kind not in _KINDS:
         raise ValueError(f"the model_type must be one of {', '.join(_KINDS)}, got {kind!r}")
-    if given.get("hidden_act", "silu") != "silu":
+    if given.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
         raise ValueError(f"hidden_act must be 'silu', got {given['hidden_act']!r}")
     missing = [name for name in _NEEDED if name not in given]
     if missing:
@@ -127,7 +127,7 @@ def _configuration(given: Mapping[str, Any], dtype: Any, param_dtype: Any) -> Tr
         norm_epsilon=epsilon,
         use_bias=bool(given.get("mlp_bias", False)),
         mixer=tuple({**mixer, **bias} for mixer in _mixers(given)),
-        positions=_rotary(given, head_dim),
+        positions=_rotary(given),
         qk_norm=kind == "qwen3",
         tie_embeddings=bool(given.get("tie_word_embeddings", False)),
         dtype=dtype,
@@ -165,7 +165,7 @@ def _layers_before_windows(given: Mapping[str, Any]) -> int:
     return min(given.get("max_window_layers", 28), layers) if is_qwen else 0
 
 
-def _rotary(given: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
+def _rotary(given: Mapping[str, Any]) -> RotaryEmbedding:
     """The rotary embedding, from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
     rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
     rule = rope.get("rope_type", rope.get("type", "default"))
@@ -173,8 +173,11 @@ def _rotary(given: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
         "theta": float(rope.get("rope_theta", given.get("rope_theta", 10000.0)))
     }
     fraction = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
-    if fraction != 1.0:
-        options["features"] = int(head_dim * fraction)
+    if fraction not in (None, 1.0):
+        raise ValueError(
+            "partial_rotary_factor must be 1, because models of these types rotate all features of "
+            f"a head, got {fraction}"
+        )
     if rule == "default":
         return RotaryEmbedding(**options)
     if rule not in ("linear", "yarn", "llama3"):

@@ -81,6 +81,7 @@ def test_rotary_turns_of_yarn_have_separate_defaults():
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": False}}, "truncate"),
         ({"model_type": "gpt2"}, "model_type must be one of llama, .* got 'gpt2'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, .* got 0.5"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type must be default, .* 'dynamic'"),
         ({"layer_types": ["full_attention"]}, "layer_types must name one of .* 2 layers"),
         ({"num_hidden_layers": 3}, r"missing: model.layers.2.input_layernorm.weight, .* more"),
