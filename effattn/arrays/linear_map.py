@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 # A map of `(known, linear)`, lists of arrays, to a list of arrays.
@@ -19,7 +19,7 @@ _linear.multiple_results = True
 
 
 def linear_map(
-    function: Map, transpose: Map, known: Sequence[jax.Array], linear: Sequence[jax.Array]
+    function: Map, transpose: Map | None, known: Sequence[jax.Array], linear: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Calls `function(known, linear)`, whose transpose in reverse mode is `transpose`.
 
@@ -29,7 +29,7 @@ def linear_map(
 
     Args:
       function: linear in its second argument.
-      transpose: `(known, cotangents) -> cotangents` of `linear`.
+      transpose: `(known, cotangents) -> cotangents` of `linear`; None if there is no `linear`.
       known: arrays that the two functions read.
       linear: arrays in which the function is linear.
     """
@@ -89,7 +89,8 @@ def _batched(arrays, axes, *, jaxpr, function, transpose, known):
     ]
     mapped = [None if axis is None else 0 for axis in axes[:known]]
     each = functools.partial(jax.vmap, in_axes=(mapped, 0))
-    results = linear_map(each(function), each(transpose), in_front[:known], linear)
+    transpose = None if transpose is None else each(transpose)
+    results = linear_map(each(function), transpose, in_front[:known], linear)
     return results, [0] * len(results)
 
 
@@ -121,7 +122,7 @@ def with_derivatives(
     run = jax.custom_jvp(function, nondiff_argnums=(0,))
 
     def jvp(static, operands, tangents):
-        results, residuals = forward(static, *operands)
+        results, residuals = _as_one(functools.partial(forward, static), operands)
         leaves, structure = jax.tree.flatten(operands)
         is_zero = [isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(tangents)]
         moving = [n for n, zero in enumerate(is_zero) if not zero]
@@ -157,6 +158,30 @@ def with_derivatives(
 
     run.defjvp(jvp, symbolic_zeros=True)
     return run
+
+
+def _as_one(function, operands):
+    """Calls the function of known arrays as one operation.
+
+    To separate a function from its tangents, JAX moves what is equal in all steps of a loop, such
+    as masks of keys, out of the loop, and stores it for all steps: also of functions without
+    tangents. The operation hides the loops.
+    """
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    if jaxpr.effects:  # interpreted kernels
+        return function(*operands)
+    arrays = jax.tree.leaves(operands)
+    call = functools.partial(_of_known, jaxpr)
+    found = _linear.bind(*arrays, jaxpr=jaxpr, function=call, transpose=None, known=len(arrays))
+    # Operands among the results are not saved twice.
+    operand = dict(zip(jaxpr.jaxpr.invars, arrays, strict=True))
+    of_results = zip(jaxpr.jaxpr.outvars, found, strict=True)
+    found = [x if isinstance(v, Literal) else operand.get(v, x) for v, x in of_results]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def _of_known(jaxpr, known, linear):
+    return jaxpr_as_fun(jaxpr)(*known)
 
 
 def _is_float(x):

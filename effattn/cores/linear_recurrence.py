@@ -108,7 +108,7 @@ def linear_recurrence(
 # Under `jax.jit` so that it is traced once: the primal function and the VJP both call it.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward(config, *operands):
-    """Returns `((output, state), residuals)`."""
+    """Returns `((output, state), saved)`."""
     # Residuals differ by implementation. With several candidate implementations none are saved,
     # and the backward pass computes its residuals again.
     alone = len(config.implementations.names) == 1
@@ -120,7 +120,11 @@ def _forward(config, *operands):
 
         return run
 
-    results, saved = IMPLEMENTATIONS.run(config.implementations, form, *operands)
+    return IMPLEMENTATIONS.run(config.implementations, form, *operands)
+
+
+def _with_residuals(config, *operands):
+    results, saved = _forward(config, *operands)
     return results, (operands, saved)
 
 
@@ -141,6 +145,6 @@ def _in_xla(config, *operands):
 
 
 _recurrence = with_derivatives(
-    lambda *operands: _forward(*operands)[0], _forward, _backward, _in_xla
+    lambda *operands: _forward(*operands)[0], _with_residuals, _backward, _in_xla
 )
 _compiled_recurrence = jax.jit(_recurrence, static_argnums=0)  # so that eager calls compile once

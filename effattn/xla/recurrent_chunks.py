@@ -171,9 +171,15 @@ def _halved(matrix):
     return blocks, acrosses[::-1]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def unit_inverse(system, dot):
     """Inverse of I + `system (M, C, C)`, `system` strictly lower triangular, C a power of two."""
+    if system.shape[-1] == 1:
+        return jnp.ones_like(system)
+    return _inverse(system, dot)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _inverse(system, dot):
     diagonal, acrosses = _halved(system)
     inverse = jnp.ones_like(diagonal)
     for across in acrosses:
@@ -182,9 +188,9 @@ def unit_inverse(system, dot):
     return inverse
 
 
-@unit_inverse.defjvp
+@_inverse.defjvp
 def _inverse_jvp(dot, primals, tangents):
-    inverse = unit_inverse(*primals, dot)
+    inverse = _inverse(*primals, dot)
     return inverse, -dot(dot(inverse, tangents[0]), inverse)
 
 
