@@ -107,6 +107,7 @@ def with_derivatives(
     forward: Callable[..., tuple[Any, Any]],
     backward: Callable[..., Any],
     plain: Callable[..., Any] | None = None,
+    finish: Callable[..., tuple[Any, Any]] = lambda static, operands, found: found,
 ) -> Callable[..., Any]:
     """The function with a backward pass of its own, and with JAX's derivatives in forward mode.
 
@@ -117,19 +118,22 @@ def with_derivatives(
         subtree without gradients.
       plain: a form of the function that JAX can differentiate in forward mode. Default: the
         function itself.
+      finish: `(static, operands, what forward returns) -> (results, residuals)`, for names of
+        residuals, which JAX must see.
     """
     plain = function if plain is None else plain
     run = jax.custom_jvp(function, nondiff_argnums=(0,))
 
     def jvp(static, operands, tangents):
-        results, residuals = _as_one(functools.partial(forward, static), operands)
+        found = _as_one(functools.partial(forward, static), operands)
+        results, residuals = finish(static, operands, found)
         leaves, structure = jax.tree.flatten(operands)
         is_zero = [isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(tangents)]
         moving = [n for n, zero in enumerate(is_zero) if not zero]
         known, of_known = jax.tree.flatten((leaves, residuals))
         outputs, of_outputs = jax.tree.flatten(results)
-        # Integers have no tangents.
-        tangents_out = [None if _is_float(y) else _nothing(y) for y in outputs]
+        # Integers have no tangents. The functions below are kept, so they must not hold arrays.
+        nothing = [None if _is_float(y) else _nothing(y) for y in outputs]
 
         def along(known, tangents):
             leaves, _ = jax.tree.unflatten(of_known, known)
@@ -140,21 +144,21 @@ def with_derivatives(
 
             given = tuple(leaves[n] for n in moving)
             _, found = jax.jvp(of_moving, given, tuple(tangents))
-            return [x for x, y in zip(jax.tree.leaves(found), outputs, strict=True) if _is_float(y)]
+            return [x for x, no in zip(jax.tree.leaves(found), nothing, strict=True) if no is None]
 
         def back(known, cotangents):
             leaves, residuals = jax.tree.unflatten(of_known, known)
-            given = jax.tree.unflatten(of_outputs, _filled(tangents_out, cotangents))
+            given = jax.tree.unflatten(of_outputs, _filled(nothing, cotangents))
             found = backward(static, residuals, given)
             found = _leaf_by_leaf(found, jax.tree.unflatten(structure, leaves))
             return [jnp.zeros_like(leaves[n]) if found[n] is None else found[n] for n in moving]
 
         if not moving:
-            nothing = [jnp.zeros_like(y) if _is_float(y) else _nothing(y) for y in outputs]
-            return results, jax.tree.unflatten(of_outputs, nothing)
+            zeros = [jnp.zeros_like(y) for y in outputs if _is_float(y)]
+            return results, jax.tree.unflatten(of_outputs, _filled(nothing, zeros))
         given = [jax.tree.leaves(tangents)[n] for n in moving]
         found = linear_map(along, back, known, given)
-        return results, jax.tree.unflatten(of_outputs, _filled(tangents_out, found))
+        return results, jax.tree.unflatten(of_outputs, _filled(nothing, found))
 
     run.defjvp(jvp, symbolic_zeros=True)
     return run

@@ -131,7 +131,11 @@ def _attend_fwd(config: Config, x: Inputs):
     # The output residual is not rounded to the dtype of `value`: delta is subtracted from every
     # d logits of a row, so its rounding error would add up.
     out, lse, lse_error = _forward(config, x, softmax_dtype(x))
-    lse = _finite(lse)
+    return out, _finite(lse), lse_error
+
+
+def _residuals(config: Config, operands, found):
+    (x,), (out, lse, lse_error) = operands, found
     # Named, so that a remat policy can save these residuals.
     out = checkpoint_name(out, "attention_out")
     lse, lse_error = checkpoint_name((lse, lse_error), "attention_lse")
@@ -166,7 +170,7 @@ def _run_in_xla(config: Config, x: Inputs):
     return out, _finite(lse)
 
 
-_attend = with_derivatives(_run, _attend_fwd, _attend_bwd, _run_in_xla)
+_attend = with_derivatives(_run, _attend_fwd, _attend_bwd, _run_in_xla, _residuals)
 
 
 @functools.partial(jax.jit, static_argnums=0)
