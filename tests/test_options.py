@@ -64,7 +64,8 @@ def test_other_arguments_are_refused_as_python_does():
         pooling(jnp.ones(3))
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'segment_ids'"):
         x = jnp.ones((4, 1, 2))
-        effattn.nystrom_attention(x, x, x, num_landmarks=2, segment_ids=jnp.ones(4, int))
+        given = {"block_size": 2, "sort_projection": x, "segment_ids": jnp.ones(4, int)}
+        effattn.sinkhorn_attention(x, x, x, **given)
 
 
 def test_a_group_must_be_a_typed_dictionary():

@@ -8,14 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 # A map of `(known, linear)`, lists of arrays, to a list of arrays.
 Map = Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]]
-
-_linear = Primitive("effattn_linear_map")
-_linear.multiple_results = True
 
 
 def linear_map(
@@ -38,7 +34,7 @@ def linear_map(
         return list(function(list(arrays[: len(known)]), list(arrays[len(known) :])))
 
     arrays = *known, *linear
-    return _linear.bind(
+    return _linear().bind(
         *arrays,
         jaxpr=jax.make_jaxpr(flat)(*arrays),
         function=function,
@@ -48,11 +44,11 @@ def linear_map(
 
 
 def _called(*arrays, jaxpr, **_):
-    return jaxpr_as_fun(jaxpr)(*arrays)
+    return _run(jaxpr, *arrays)
 
 
 def _differentiated(primals, tangents, *, jaxpr, function, transpose, known):
-    results = _linear.bind(
+    results = _linear().bind(
         *primals, jaxpr=jaxpr, function=function, transpose=transpose, known=known
     )
     zeros = [isinstance(tangent, ad.Zero) for tangent in tangents]
@@ -63,7 +59,7 @@ def _differentiated(primals, tangents, *, jaxpr, function, transpose, known):
 
     def of_moving(*some):
         arrays = dict(enumerate(primals)) | dict(zip(moving, some, strict=True))
-        return jaxpr_as_fun(jaxpr)(*arrays.values())
+        return _run(jaxpr, *arrays.values())
 
     both = [primals[n] for n in moving], [tangents[n] for n in moving]
     return results, jax.jvp(of_moving, *both)[1]
@@ -94,12 +90,26 @@ def _batched(arrays, axes, *, jaxpr, function, transpose, known):
     return results, [0] * len(results)
 
 
-_linear.def_impl(_called)
-_linear.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-ad.primitive_jvps[_linear] = _differentiated
-ad.primitive_transposes[_linear] = _transposed
-batching.primitive_batchers[_linear] = _batched
-mlir.register_lowering(_linear, mlir.lower_fun(_called, multiple_results=True))
+@functools.cache
+def _linear() -> Any:
+    from jax.extend.core import Primitive  # imported on first use: a slow import
+
+    primitive = Primitive("effattn_linear_map")
+    primitive.multiple_results = True
+    primitive.def_impl(_called)
+    primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+    ad.primitive_jvps[primitive] = _differentiated
+    ad.primitive_transposes[primitive] = _transposed
+    batching.primitive_batchers[primitive] = _batched
+    mlir.register_lowering(primitive, mlir.lower_fun(_called, multiple_results=True))
+    return primitive
+
+
+def _run(jaxpr, *arrays):
+    """Runs a closed jaxpr."""
+    from jax.extend.core import jaxpr_as_fun  # imported on first use: a slow import
+
+    return jaxpr_as_fun(jaxpr)(*arrays)
 
 
 def with_derivatives(
@@ -176,16 +186,16 @@ def _as_one(function, operands):
         return function(*operands)
     arrays = jax.tree.leaves(operands)
     call = functools.partial(_of_known, jaxpr)
-    found = _linear.bind(*arrays, jaxpr=jaxpr, function=call, transpose=None, known=len(arrays))
+    found = _linear().bind(*arrays, jaxpr=jaxpr, function=call, transpose=None, known=len(arrays))
     # Operands among the results are not saved twice.
     operand = dict(zip(jaxpr.jaxpr.invars, arrays, strict=True))
     of_results = zip(jaxpr.jaxpr.outvars, found, strict=True)
-    found = [x if isinstance(v, Literal) else operand.get(v, x) for v, x in of_results]
+    found = [x if hasattr(v, "val") else operand.get(v, x) for v, x in of_results]
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 def _of_known(jaxpr, known, linear):
-    return jaxpr_as_fun(jaxpr)(*known)
+    return _run(jaxpr, *known)
 
 
 def _is_float(x):

@@ -198,7 +198,8 @@ registry.register(
         capabilities=frozenset({"bidirectional"}),
         reasons={
             "causal": "a column of its sorting matrix is normalised over the blocks of all queries",
-            "segments": "its blocks start at multiples of block_size, not with documents",
+            "segments": "its blocks start at multiples of block_size, not with documents; pass one "
+            "document a row",
         },
         options={"block_size": 64},
         options_at=_blocks_at,

@@ -197,9 +197,9 @@ class CausalMixer(Mixer):
         self._check_state(state, batch)
 
         def extend(mixer, x, state, lengths, *more):
+            each = new_lengths(lengths, batch, time)
             if lengths is None:
                 return mixer._extend(x, state, None, *more)
-            each = new_lengths(lengths, batch, time)
             valid = within(each, time)
             y, *rest = mixer._extend(zero_padding(x, valid), state, each, *more)
             return zero_padding(y, valid), *rest

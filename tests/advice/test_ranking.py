@@ -66,10 +66,10 @@ def test_exact_leaves_out_all_others():
 
 def test_needs_leave_out_mechanisms_and_say_why():
     advice = effattn.advise(
-        32, causal=True, needs=("segments",), heads=1, head_dim=8,
-        mechanisms=("softmax", "native_sparse"),
+        32, causal=False, needs=("segments",), heads=1, head_dim=8,
+        mechanisms=("softmax", "fnet"),
     )  # fmt: skip
-    assert advice.left_out["native_sparse"].endswith("their size, not with documents")
+    assert "a Fourier transform mixes all tokens" in advice.left_out["fnet"]
 
 
 def test_larger_windows_have_smaller_errors():
