@@ -16,7 +16,7 @@ from tests.random_programs.cases import CASES, Cases
 
 @pytest.mark.parametrize("place", range(10))
 def test_a_few_programs_give_what_the_naive_forms_give(place):
-    cases = Cases(seed=5)
+    cases = Cases(seed=4)
     case = place * CASES
     assert not cases.run(case), f"{cases.program(case)}"
 

@@ -154,6 +154,10 @@ def ranked(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     Equal scores go to the smaller index. A score of `dtypes.lowest` is none.
     """
     count = min(count, scores.shape[-1])
+    if count == 0:
+        return jnp.zeros((*scores.shape[:-1], 0), jnp.int32), jnp.zeros(
+            (*scores.shape[:-1], 0), bool
+        )
     by_sorting = functools.partial(_first_sorted, count=count)
     if count > _MAXIMA:
         return by_sorting(scores)

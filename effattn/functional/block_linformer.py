@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from effattn import registry
 from effattn.arrays import checks
@@ -190,7 +191,7 @@ def _attend_packed(projections, query, key, value, given: attention.Arguments):
     )
     of_slots = folding.fold(blocks.token, size, query.ndim - 3)[..., :1]
     of_slots = of_slots + lead(jnp.arange(slots, dtype=jnp.int32), of_slots.ndim)
-    at = of_slots.reshape(*ids.shape[:-1], -1)
+    at = lax.collapse(of_slots, query.ndim - 3, query.ndim - 1)
     of_earlier = document_blocks.attend_slots(
         blocks,
         (of_queries, jnp.repeat(ids, slots, -1)),

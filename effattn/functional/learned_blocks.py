@@ -274,7 +274,7 @@ def choose(
         ranked = lax.stop_gradient(jnp.where(is_past, scores, dtypes.lowest(scores.dtype)))
         chosen = chosen_blocks.largest(ranked, top_k - 1)
         # A product in place of a gather, whose gradient would be a scatter.
-        is_chosen = chosen[..., None] == jnp.arange(len(scores[0]), dtype=jnp.int32)[None, None]
+        is_chosen = chosen[..., None] == jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
         picked = jnp.einsum(
             "tkn,tn->tk", is_chosen.astype(scores.dtype), scores, precision="highest"
         )

@@ -182,8 +182,10 @@ def total(
     heads: Heads, pairs: Pairs, scale: float | jax.Array, precision: Any, key_tile: int | None
 ) -> jax.Array:
     """F after the last query, `(*B, S)`, at least float32."""
-    tile, folded, fixed = _folded(heads, pairs, key_tile)
     axis, keys = heads.key.ndim - 3, heads.key.shape[-3]
+    if keys == 0:
+        return jnp.zeros(heads.key.shape[:-2], dtypes.wide(*heads))
+    tile, folded, fixed = _folded(heads, pairs, key_tile)
     one = _Tile(tile, precision)
     scale = jnp.asarray(scale, dtypes.wide(*heads))
 
@@ -193,7 +195,7 @@ def total(
 
     tiles = jnp.arange(folded.key.shape[axis], dtype=jnp.int32)
     sums = jnp.moveaxis(lax.map(of_tile, tiles), 0, -2)  # (*B, tiles, t)
-    return sums.reshape(*sums.shape[:-2], -1)[..., :keys]
+    return lax.collapse(sums, axis, axis + 2)[..., :keys]
 
 
 def _folded(heads, pairs, key_tile):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.arrays import checks
 from effattn.arrays.axes import lead
+from effattn.arrays.segments import valid
 from effattn.cores import by_head, recurrence
 from effattn.naive import over_tokens, with_naive
 from effattn.options import Packing, Padding, Precision, State, declared
@@ -182,7 +183,29 @@ def ttt_linear_attention(
         state,
         {"weights": weights, **vectors},
     )
+    if options.get("segment_ids") is not None and options.get("key_value_seq_lengths") is not None:
+        # The recurrence gives zeros in documents without keys, whose model is the initial one.
+        is_read: Any = given.tokens.query_mask
+        lengths = checks.lengths("query_seq_lengths", options.get("query_seq_lengths"), given.batch)
+        is_valid: Any = valid(lengths, jnp.asarray(options["segment_ids"]), length)
+        is_alone = (is_valid & ~is_read)[..., None, None]
+        query = jnp.where(is_alone, given.query, 0).astype(given.dtype)
+        untrained = _untrained(query, given.precision, weights, vectors).astype(out.dtype)
+        out = jnp.where(is_alone, untrained, out)
     return recurrence.results(out, state, given)
+
+
+def _untrained(query, precision, weights, vectors):
+    """Outputs `(*B, T, N, Hv)` of the initial model for queries `(*B, T, N, H)`."""
+    groups = query.shape[-2] // max(len(weights), 1)
+
+    def by_query(x):
+        return lead(jnp.repeat(x, groups, 0), query.ndim)
+
+    heads = jnp.repeat(weights, groups, 0)
+    out = jnp.einsum("...nh,nhv->...nv", query, heads, precision=precision)
+    out += by_query(vectors["initial_bias"])
+    return normalised(out, by_query(vectors["norm_scale"]), by_query(vectors["norm_bias"]))
 
 
 def _with_one(x):

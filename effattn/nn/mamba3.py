@@ -117,7 +117,7 @@ class Mamba3(FunctionMixer):
         if self.mimo_o is not None:
             out = out.reshape(batch, time, self.num_heads, self.mimo_rank, self.head_dim)
             out = (out * lead(self.mimo_o[...], 5).astype(out.dtype)).sum(3)
-        return self.out(out.reshape(batch, time, -1)), state
+        return self.out(jax.lax.collapse(out, 2)), state
 
     def _of_ranks(self, x, maps):
         """The R inputs of each head `(B, T, N R, P)`, from x `(B, T, N, P)`."""

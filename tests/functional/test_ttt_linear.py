@@ -102,3 +102,13 @@ def test_states_and_gradients_agree_with_flash_linear_attention():
 def test_bad_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         ttt_linear_attention(**{**draw(), **change})
+
+
+def test_a_document_without_keys_is_read_by_the_initial_model():
+    """All keys of the second document are padding, but its queries are valid."""
+    given, border = draw(), 3
+    ids = np.broadcast_to(np.where(np.arange(T) < border, 1, 2), (B, T))
+    attend = functools.partial(ttt_linear_attention, mini_batch_size=4, **given)
+    packed = attend(segment_ids=ids, key_value_seq_lengths=np.full(B, border))
+    alone = attend(key_value_seq_lengths=np.zeros(B, int))
+    np.testing.assert_allclose(packed[:, border:], alone[:, border:], rtol=1e-5, atol=1e-5)
