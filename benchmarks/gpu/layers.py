@@ -5,16 +5,16 @@ python -m benchmarks.gpu.layers --help
 A process for each CPU core takes a share of the layers, because compilation takes most of the time:
 it checks its layers, then compiles the programs that are timed. When all have ended or `--minutes`
 are over, the processes time their programs one after the other, so that each program has the GPU
-for itself. The results are written as they come.
+for itself. `layers.json` is written anew after each result, `layers.md` at the end.
 
 Many processes compile fast only if each compiles in one thread. Without XLA's search for the
 fastest products of matrices, compilation is several times faster, and layers in XLA are slower:
 
 XLA_FLAGS="--xla_gpu_force_compilation_parallelism=1 --xla_gpu_autotune_level=0"
 
-A layer is right on the GPU if its output, its gradients and its decoding are those of the CPU in
-float32, with products in full precision on both. In bfloat16 the error is given beside that of the
-same layer in bfloat16 on the CPU.
+A layer is wrong if an error in float32, with products in full precision, exceeds 2e-3, or if its
+error in bfloat16 exceeds both 5e-2 and three times that of the CPU in bfloat16. All are compared
+with the CPU in float32, decoded outputs with those of the whole sequence.
 """
 
 import argparse
@@ -90,9 +90,9 @@ class Row:
 
 
 def both(state, x, *, forward):
-    """The output, and the gradients of the parameters and of the tokens for equal cotangents."""
+    """The output, and the gradients of the parameters and of the tokens; the cotangent is `x`."""
     out, pull_back = jax.vjp(forward, state, x)
-    return out, pull_back(jnp.ones_like(out))
+    return out, pull_back(x.astype(out.dtype))
 
 
 def relative_error(found: Any, wanted: Any) -> float:
@@ -315,7 +315,7 @@ def measure(
         while not receive(pipe):
             pass
     for row in found.values():
-        if row.error is None and row.failed is None and row.skipped is None:
+        if not (row.seconds or row.failed or row.skipped):
             row.failed = "its process crashed, or did not end in time"
     return list(found.values())
 
@@ -387,7 +387,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     sizes = Sizes(options.rows, options.length, options.features, options.heads)
     end = time.time() + 60 * options.minutes
-    about: dict[str, Any] = {}
+    try:
+        about = about_device(jax.devices(options.platform)[0])
+    except (RuntimeError, AssertionError) as error:  # an AssertionError under JAX_PLATFORMS=cuda
+        reason = (str(error) or "no backend").splitlines()[0]
+        print(f"JAX finds no device of {options.platform} ({reason})", file=sys.stderr)
+        return 2
 
     def save(rows):
         record = {
@@ -398,8 +403,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         (options.output / "layers.json").write_text(json.dumps(record, indent=1) + "\n")
 
     rows = measure(rows, options.platform, sizes, options.processes, end, save)
-    # JAX starts here only now, so that the processes had the device for themselves.
-    about |= about_device(jax.devices(options.platform)[0])
     save(rows)
     text = table(about, sizes, rows)
     (options.output / "layers.md").write_text(text, encoding="utf-8")

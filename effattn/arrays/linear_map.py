@@ -20,8 +20,8 @@ def linear_map(
     """Calls `function(known, linear)`, whose transpose in reverse mode is `transpose`.
 
     Unlike `jax.custom_derivatives.linear_call`, the map can be batched, and differentiated in the
-    arrays that it knows: its derivatives are then those of `function` by JAX. The derivatives of
-    `transpose` are its own too.
+    arrays that it knows, by JAX's derivatives of `function`. `transpose` is ordinary code, with
+    JAX's derivatives too.
 
     Args:
       function: linear in its second argument.
@@ -128,8 +128,9 @@ def with_derivatives(
         subtree without gradients.
       plain: a form of the function that JAX can differentiate in forward mode. Default: the
         function itself.
-      finish: `(static, operands, what forward returns) -> (results, residuals)`, for names of
-        residuals, which JAX must see.
+      finish: `(static, operands, what forward returns) -> (results, residuals)`. It runs outside
+        of the operation that hides `forward` (`_as_one`), so that `jax.checkpoint` sees the names
+        that it gives to residuals.
     """
     plain = function if plain is None else plain
     run = jax.custom_jvp(function, nondiff_argnums=(0,))
@@ -142,7 +143,8 @@ def with_derivatives(
         moving = [n for n, zero in enumerate(is_zero) if not zero]
         known, of_known = jax.tree.flatten((leaves, residuals))
         outputs, of_outputs = jax.tree.flatten(results)
-        # Integers have no tangents. The functions below are kept, so they must not hold arrays.
+        # Integers have no tangents. JAX keeps the functions below in the
+        # program, so they must not close over arrays.
         nothing = [None if _is_float(y) else _nothing(y) for y in outputs]
 
         def along(known, tangents):
@@ -177,9 +179,9 @@ def with_derivatives(
 def _as_one(function, operands):
     """Calls the function of known arrays as one operation.
 
-    To separate a function from its tangents, JAX moves what is equal in all steps of a loop, such
-    as masks of keys, out of the loop, and stores it for all steps: also of functions without
-    tangents. The operation hides the loops.
+    When JAX separates a program from its tangents, it moves arrays that are equal in all steps of a
+    loop, such as masks of keys, out of the loop, and stores them for every step, even if the loop
+    has no tangents. One operation hides its loops from this.
     """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
     if jaxpr.effects:  # interpreted kernels

@@ -94,11 +94,16 @@ def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     if segment_ids.ndim < 1:
         raise ValueError(f"segment_ids must have shape (*batch, length), got {segment_ids.shape}")
     index = lead(jnp.arange(segment_ids.shape[-1], dtype=jnp.int32), segment_ids.ndim)
-    border = segment_ids[..., 1:] != segment_ids[..., :-1]
-    starts = jnp.where(border, index[..., 1:], 0)
-    first = jnp.zeros_like(segment_ids[..., :1], jnp.int32)
+    return index - starts_of_runs(segment_ids)
+
+
+def starts_of_runs(ids: jax.Array) -> jax.Array:
+    """Index of the first token of each token's run of equal `ids (*B, T)`, int32 `(*B, T)`."""
+    index = lead(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.ndim)
+    starts = jnp.where(ids[..., 1:] != ids[..., :-1], index[..., 1:], 0)
+    first = jnp.zeros_like(ids[..., :1], jnp.int32)
     starts = jnp.concatenate([first, starts], axis=-1)
-    return index - jax.lax.cummax(starts, axis=starts.ndim - 1)
+    return jax.lax.cummax(starts, axis=starts.ndim - 1)
 
 
 def _check_borders(borders: np.ndarray, total_length: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from effattn.arrays import dtypes
 from effattn.cores import attention, sequence_parts
-from effattn.cores.relative_segments import shifted, windows
+from effattn.cores.relative_segments import relative_shift, windows
 
 FUNCTIONS = ("softmax", "laplace")
 
@@ -112,4 +112,4 @@ def _of_pairs(bias, size, tile, width, before):
     first = size - 1 - (before + tile - 1)
     each = jnp.pad(bias[max(first, 0) :], (max(-first, 0), 0))[: width + tile - 1]
     each = jnp.pad(each, (0, width + tile - 1 - len(each)))
-    return shifted(jnp.broadcast_to(each, (tile, len(each))))[:, :width]
+    return relative_shift(jnp.broadcast_to(each, (tile, len(each))))[:, :width]

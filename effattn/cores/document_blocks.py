@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.gathers import permute
-from effattn.arrays.segments import positions_from_segment_ids, within
+from effattn.arrays.segments import positions_from_segment_ids, starts_of_runs, within
 from effattn.cores import attention, folding
 from effattn.patterns import Causal
 from effattn.patterns.layouts import BlockLayout
@@ -112,7 +112,7 @@ def _of_row(ids, size):
     length = len(ids)
     count = number_of_blocks(length, size)
     token = jnp.arange(length, dtype=jnp.int32)
-    start = token - positions_from_segment_ids(ids)
+    start = starts_of_runs(ids)
     is_last = jnp.append(ids[1:] != ids[:-1], True)
     end = jax.lax.cummin(jnp.where(is_last, token + 1, length), reverse=True)
     # The block that begins at a token ends after `size` tokens of its document, or before the first

@@ -8,7 +8,7 @@ from jax import lax
 
 from effattn.arrays.axes import lead
 from effattn.arrays.gathers import inverse_of, permute
-from effattn.arrays.segments import positions_from_segment_ids
+from effattn.arrays.segments import positions_from_segment_ids, starts_of_runs
 from effattn.cores import document_blocks, folding
 from effattn.cores.document_blocks import Blocks
 from effattn.cores.document_slots import document_sums
@@ -105,7 +105,7 @@ class Landmarks(NamedTuple):
 def landmarks_of(ids: jax.Array, count: int) -> Landmarks:
     """Places of up to `count` landmarks for each document of `ids (*B, T)`."""
     place = positions_from_segment_ids(ids)
-    begin = lead(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.ndim) - place
+    begin = starts_of_runs(ids)
     is_first = (place < count) & (ids != 0)
     order = jnp.argsort(~is_first, -1, stable=True).astype(jnp.int32)
     first_ids = jnp.take_along_axis(jnp.where(is_first, ids, 0), order, -1, mode="clip")

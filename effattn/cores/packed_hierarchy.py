@@ -22,7 +22,7 @@ def attend(
     Documents are moved so that each segment of a document with several segments is a block. All
     levels have an entry for each block, for the unit that would begin there.
     """
-    sequence_parts.check_whole_rows("segment")
+    sequence_parts.check_whole_rows("segments")
     assert given.segments is not None
     length, axis = query.shape[-3], query.ndim - 3
     blocks, of_queries, of_keys = document_blocks.moved(given, sizes.segment, length)
@@ -82,9 +82,9 @@ def attend(
 
 
 def _merged(runs: Runs, blocks: Blocks, level: int) -> Runs:
-    """Runs `(*B, n, r, ...)` of units of a level, from those of the level below.
+    """Runs `(*B, n, r, ...)` of units of a level, each merged from two of the level below.
 
-    The unit of a block begins there, and has the unit of that block and the following one.
+    The unit that begins at block n joins the unit below that begins there and the next one.
     """
     half, axis = 2 ** (level - 2), blocks.first.ndim - 1
     following = Runs(*(shifted(x, -half, axis) for x in runs))

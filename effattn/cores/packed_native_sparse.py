@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from effattn.arrays.axes import lead
-from effattn.arrays.segments import positions_from_segment_ids
+from effattn.arrays.segments import starts_of_runs
 from effattn.cores import document_blocks, folding
 from effattn.cores.document_blocks import Blocks
 from effattn.cores.native_sparse import Compress, Documents, Settings
@@ -37,12 +36,11 @@ def documents_of(
     compressed = settings.compressed(by_stride.gather(key), by_stride.gather(value), compress)
 
     reach = document_blocks.reach_of(by_block, ids, lengths)
-    token = lead(jnp.arange(length, dtype=jnp.int32), ids.ndim)
     return compressed, Documents(
         key=by_block.gather(key),
         value=by_block.gather(value),
         ids=ids,
-        begin=token - positions_from_segment_ids(ids),
+        begin=starts_of_runs(ids),
         place=by_block.place,
         first=reach.first,
         last=reach.last,

@@ -119,7 +119,7 @@ def attend(
             query + lead(bias.astype(query.dtype), 4)
             for bias in (terms.content_bias, terms.position_bias)
         )
-        by_distance = shifted(product("btnh,cnh->bntc", of_position, distance_key))
+        by_distance = relative_shift(product("btnh,cnh->bntc", of_position, distance_key))
         seen = _seen(places, memory.places, own.places, sizes)
         by_part = [by_distance[..., part] for part in (tiles.of_memory, tiles.of_own)]
         parts = [memory, own]
@@ -269,7 +269,7 @@ def windows(x: jax.Array, number: int, step: int, width: int) -> jax.Array:
     return jnp.moveaxis(jnp.concatenate(each, 2)[:, :, :width], 1, 0)
 
 
-def shifted(logits: jax.Array) -> jax.Array:
+def relative_shift(logits: jax.Array) -> jax.Array:
     """Moves row r of `(..., Q, C)` to the left by Q - 1 - r columns; its end is then undefined.
 
     This is the shift of Transformer-XL: one more column, and a new reading in rows of C columns.

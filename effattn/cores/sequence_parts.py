@@ -196,12 +196,12 @@ def alone() -> Iterator[None]:
         yield
 
 
-def check_whole_rows(unit: str) -> None:
-    """Raises `ValueError` within `along`: `unit`s that begin with documents need whole rows."""
+def check_whole_rows(units: str) -> None:
+    """Raises `ValueError` within `along`: units that count in documents need whole rows."""
     if current() is not None:
         raise ValueError(
-            f"segment_ids need whole rows, because a document begins a {unit}, got a part of a row "
-            "on each device; leave segment_ids out, or call exchange_heads"
+            f"segment_ids need whole rows, because {units} count from the start of each document, "
+            "got a part of a row on each device; leave segment_ids out, or call exchange_heads"
         )
 
 

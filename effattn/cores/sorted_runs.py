@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays.gathers import inverse_of
-from effattn.arrays.segments import positions_from, positions_from_segment_ids
+from effattn.arrays.segments import positions_from, starts_of_runs
 
 # Minimum tokens of a head whose logits are in memory at a time.
 _TOKENS_AT_A_TIME = 1024
@@ -80,7 +80,7 @@ def sort(buckets, documents, size, is_causal) -> tuple[Sorted, Spans]:
 
     place = inverse_of(order)
     if is_causal:
-        bucket_start = index[None] - positions_from_segment_ids(of_buckets)
+        bucket_start = starts_of_runs(of_buckets)
         bucket_start = jnp.maximum(bucket_start, spans.start[None])
         sees = jnp.maximum(place - size, of_tokens(bucket_start)), place
         is_at = place
@@ -99,7 +99,7 @@ def _spans(of_places) -> Spans:
     """The spans of runs of equal numbers `(T,)`."""
     length = of_places.shape[0]
     index = jnp.arange(length, dtype=jnp.int32)
-    start = index - positions_from_segment_ids(of_places)
+    start = starts_of_runs(of_places)
     change = of_places[1:] != of_places[:-1]
     end = jnp.pad(jnp.where(change, index[1:], length), (0, 1), constant_values=length)
     return Spans(start, lax.cummin(end, reverse=True))

@@ -177,7 +177,7 @@ def _attend(projections, query, key, value, given: attention.Arguments):
 
 def _attend_packed(projections, query, key, value, given: attention.Arguments):
     """Attends within documents, which are moved so that each begins a block."""
-    sequence_parts.check_whole_rows("block")
+    sequence_parts.check_whole_rows("blocks")
     assert given.segments is not None
     row_ids = given.segments[0]
     slots, size = projections[0].shape[-2:]

@@ -219,7 +219,7 @@ def _checked(name, heads, selection, block_size, top_k, options):
 
 
 def _placed(size, heads, selection_key, lengths, ids) -> tuple[Any, jax.Array, Any]:
-    """The heads, with keys and values at their places, and what `choose` needs of blocks.
+    """Query, and key and value moved into blocks, and what `choose` reads.
 
     Returns:
       The heads; the sums of blocks; and the positions of the queries, int32 `(*B, T)`, the number

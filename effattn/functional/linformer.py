@@ -11,8 +11,7 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
-from effattn.arrays.axes import lead
-from effattn.arrays.segments import positions_from_segment_ids, valid, within
+from effattn.arrays.segments import positions_from_segment_ids, starts_of_runs, valid, within
 from effattn.cores import attention, document_blocks, document_slots, sequence_parts
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Packing, Sink, Softmax, Tile, declared
@@ -139,13 +138,12 @@ def _attend(query, key, value, key_projection, value_projection, given: attentio
 
 def _attend_packed(query, key, value, key_projection, value_projection, given: attention.Arguments):
     """Attends to the projected rows of the document of each token."""
-    sequence_parts.check_whole_rows("projection")
+    sequence_parts.check_whole_rows("projected tokens")
     assert given.segments is not None
     ids, length = given.segments[0], key.shape[-3]
     present: Any = valid(given.key_lengths, ids, length)
     query, key, value = attention.without_padding(query, key, value, given)
-    place = positions_from_segment_ids(ids)
-    begin = lead(jnp.arange(length, dtype=jnp.int32), ids.ndim) - place
+    place, begin = positions_from_segment_ids(ids), starts_of_runs(ids)
 
     def weights(projection):
         """The weights of each token in the rows, `(*B, T, #K, r)`."""

@@ -10,8 +10,7 @@ from jax import lax
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
-from effattn.arrays.axes import lead
-from effattn.arrays.segments import positions_from_segment_ids, valid, within
+from effattn.arrays.segments import starts_of_runs, valid, within
 from effattn.cores import attention, sorted_chunks
 from effattn.naive import dot, over_pairs, with_naive
 
@@ -361,8 +360,7 @@ def _documents(batch, length, lengths, segment_ids) -> jax.Array:
     """Returns the start of the document of each token, int32 `(*B, T)`; T in the padding."""
     start = jnp.zeros((*batch, length), jnp.int32)
     if segment_ids is not None:
-        time = lead(jnp.arange(length, dtype=jnp.int32), segment_ids.ndim)
-        start = time - positions_from_segment_ids(segment_ids)
+        start = starts_of_runs(segment_ids)
     present: Any = valid(lengths, segment_ids, length)
     return jnp.where(present, start, length)
 

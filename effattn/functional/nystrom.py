@@ -95,17 +95,18 @@ def nystrom_attention(
 
     Segments split the valid tokens as `numpy.array_split` does: sizes differ by at most one, longer
     segments first. If an example has fewer than m tokens, each token is a landmark. In packed rows,
-    each document has up to m landmarks and an inverse of its own. `skip_kernel`
-    adds the paper's depthwise convolution of the values, at token t
+    each document has up to m landmarks and an inverse of its own. `skip_kernel` adds the paper's
+    depthwise convolution of the values, at token t
 
         sum_w kernel_w v_(t + w - (width - 1) / 2),
 
     with zeros past the ends and in padding.
 
     Time O((T + S) m (H + Hv) + J m^3), and O(T width Hv) for the convolution; memory
-    O(T + S + J m^2), forward and backward; in packed rows, time O(T m (H + Hv + J m)) and memory
-    O(T J m). Computed in at least float32: A^+ has large entries of
-    both signs, which would amplify rounding errors of lower precision.
+    O(T + S + J m^2), forward and backward. In packed rows, time O(T m (H + Hv + J m)) and memory
+    O(T J m), and one flag for each pair of tiles of 64 tokens or more. Computed in at least
+    float32: A^+ has large entries of both signs, which would amplify rounding errors of lower
+    precision.
 
     Args:
       query: `(*B, T, N, H)`.
@@ -229,7 +230,7 @@ def _attend_packed(
     num_landmarks, num_iterations, given: attention.Arguments, query, key, value, skip_kernel
 ):
     """Multiplies the three factors of each document and adds the skip convolution."""
-    sequence_parts.check_whole_rows("landmark")
+    sequence_parts.check_whole_rows("landmarks")
     assert given.segments is not None
     length, ids = query.shape[-3], given.segments[0]
     if length == 0:

@@ -115,7 +115,8 @@ def sinkhorn_attention(
     if blocks > projection.shape[1]:
         raise ValueError(
             f"sort_projection must have a vector for each of the {blocks} blocks of {size} of the "
-            f"{length} tokens, got {projection.shape[1]}; pass more vectors, or a larger block_size"
+            f"{length} tokens, got {projection.shape[1]}; pass more vectors, give a layer a "
+            "larger max_length, or a larger block_size"
         )
     if not length:
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)

@@ -105,9 +105,9 @@ class TransformerConfig:
         stream and adds to the first one, the feed-forward layer reads the first one and adds to the
         second, and so on (see `ReversibleStack`). Both streams start as the embeddings, and the
         final norm and the output projection read both, 2 D features; so a `TransformerLM` needs
-        `tie_embeddings=False`. The backward pass computes the activations of one sublayer at a
-        time again, and memory for them does not grow with L, but for `TransformerLM.with_costs`,
-        which stores them.
+        `tie_embeddings=False`. The backward pass recomputes the activations of one sublayer at a
+        time, so their memory does not grow with L. `TransformerLM.with_costs` is the exception: it
+        stores them.
       feed_forward_chunk_size: tokens per chunk; feed-forward layers compute one chunk after the
         other, and recompute it in the backward pass, so that hidden features take the memory of one
         chunk (Kitaev et al. 2020, "Reformer"; see `ChunkedFeedForward`). Default all at once.
@@ -248,12 +248,13 @@ class TransformerConfig:
         return isinstance(other, TransformerConfig) and same_fields(self, other)
 
     def _check_reversible(self) -> None:
+        alone = "the backward pass recomputes each layer alone, without what earlier layers share"
         reasons = {
             "parallel": "its sublayers read one stream after the other",
             "post_norm": "a norm of the sum of a stream has no inverse",
             "remat": "it recomputes each layer already",
-            "value_residual": "its layers are recomputed without those before",
-            "keys_from": "its layers are recomputed without those before",
+            "value_residual": alone,
+            "keys_from": alone,
         }
         for name, reason in reasons.items():
             if getattr(self, name):

@@ -92,8 +92,8 @@ class ConvolutionAttention(CausalMixer):
         value = getattr(self.attention, "value", None)
         if not isinstance(value, nnx.LinearGeneral):
             raise ValueError(
-                "combination='sum' needs an attention mixer with a projection of values, got "
-                f"attention={name!r}, whose {type(self.attention).__name__} has none; give "
+                "combination='sum' needs an attention mixer that projects values to heads, got "
+                f"attention={name!r}, whose {type(self.attention).__name__} does not; give "
                 "another mechanism, such as 'softmax', or combination='halves'"
             )
         return math.prod(value.out_features)

@@ -149,10 +149,10 @@ def in_chunks(
       module: module from `(..., T, D)` to `(..., T, E)`.
       x: `(..., T, D)`.
       chunk_size: tokens per chunk; None evaluates all tokens at once.
-      key: key for dropout, of which each chunk gets a separate one; None gives the module no key.
+      key: key for dropout, folded with the number of each chunk; None gives the module no key.
     """
     if chunk_size is None:
-        return module(x)
+        return module(x) if key is None else module(x, rngs=key)
     checks.known_length("a feed-forward layer in chunks", x, axis=-2)
     axis = x.ndim - 2
     chunks, rest = divmod(x.shape[axis], chunk_size)

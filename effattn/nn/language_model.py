@@ -33,8 +33,9 @@ class TransformerLM(Transformer):
         super().__init__(config, rngs=rngs)
         if config.tie_embeddings and config.reversible:
             raise ValueError(
-                "a TransformerLM with reversible=True has logits of "
-                f"{config.out_features} features, and its embeddings have {config.features}; give "
+                "with reversible=True the output projection reads both streams, "
+                f"{config.out_features} features, and the token embeddings, which "
+                f"tie_embeddings=True uses for it, have {config.features}; give "
                 "tie_embeddings=False"
             )
         self.head = (

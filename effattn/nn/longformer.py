@@ -101,8 +101,9 @@ class LongformerSelfAttention(SelfAttention):
     ) -> jax.Array:
         """Mixes whole sequences; further arguments as in `SelfAttention`.
 
-        `global_mask` is bool `(B, T)`, True for global tokens; None if no token is global, and with
-        `global_tokens`. Global tokens, too, attend within equal `segment_ids`.
+        `global_mask` is bool `(B, T)`, True for global tokens. It must be None with
+        `global_tokens`; otherwise None means that no token is global. Global tokens, too, attend
+        within equal `segment_ids`.
         """
         sequence_parts.check_mixer(self)
         x, positions, keywords = self._whole(x, lengths, segment_ids)

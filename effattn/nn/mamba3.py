@@ -27,7 +27,7 @@ class Mamba3(FunctionMixer):
     The layer has the trapezoidal rule, the complex state by rotation, and normalised B and C with a
     bias of each head that starts at 1. It has no short convolution, as in the paper. With a
     `mimo_rank` of R, a head has R inputs and outputs (MIMO), each with its own B and C, which share
-    one state. The maps m of each head and rank multiply all features:
+    one state. Learned vectors m_x, m_z and m_o of each head and rank scale the features:
 
         x_r = m_x * x;   o_r = trapezoidal_scan(...)_r + D x_r
         y = (sum_r m_o * o_r * silu(m_z * z)) W_out

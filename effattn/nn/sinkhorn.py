@@ -28,7 +28,8 @@ class SinkhornSelfAttention(SelfAttention):
         `num_iterations` and `temperature`.
 
     Raises:
-      ValueError: as `SelfAttention`; also for `is_causal=True`; in calls, for more than L tokens.
+      ValueError: as `SelfAttention`; also for `is_causal=True`; in calls, for
+        more than ceil(L / b) blocks of tokens.
     """
 
     def __init__(

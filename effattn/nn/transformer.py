@@ -262,9 +262,9 @@ class Transformer(Module):
         takes = (getattr(block.mixer, "takes_global_mask", False) for block in self.blocks)
         if global_mask is not None and not any(takes):
             raise ValueError(
-                "global_mask was given, but no mixer of this model takes it; give the model the "
-                'mixer {"name": "longformer", "max_global": ...}, without global_tokens, or leave '
-                "global_mask out"
+                "a mask of global tokens was given, but no mixer of this model takes it; give the "
+                'model the mixer {"name": "longformer", "max_global": ...}, without '
+                "global_tokens, or leave the mask out"
             )
 
     def _extend(self, tokens, state, lengths, global_mask, *contexts):

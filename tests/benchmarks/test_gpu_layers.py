@@ -3,6 +3,7 @@
 import json
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -74,6 +75,13 @@ def test_what_is_too_large_or_too_late_is_told(monkeypatch):
     large = Row("linear", "causal")
     work(large)
     assert "GB of parameters" in large.skipped and not large.seconds
+
+
+def test_a_missing_device_is_told(tmp_path, capsys):
+    if any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("there is a GPU")
+    assert layers.main(["--only", "fnet", "--output", str(tmp_path)]) == 2
+    assert "JAX finds no device of cuda (" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -58,7 +58,10 @@ def test_a_model_of_sums_decodes_as_it_is_called():
     ("options", "message"),
     [
         ({"combination": "both"}, "combination must be 'halves' or 'sum', got 'both'"),
-        ({"attention": "mamba"}, "needs an attention mixer with a projection of values, got .*mam"),
+        (
+            {"attention": "mamba"},
+            "an attention mixer that projects values to heads, got .*mam",
+        ),
         ({"attention": "mamba", "is_causal": False}, "'mamba' lacks 'bidirectional'"),
     ],
 )

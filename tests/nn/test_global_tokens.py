@@ -130,7 +130,7 @@ def test_both_sides_of_an_encoder_decoder_take_masks():
 
 def test_masks_that_no_mixer_takes_are_refused():
     for model in (made(mixer="softmax"), made(mixer=NAMED)):
-        message = "global_mask was given, but no mixer of this model takes it"
+        message = "a mask of global tokens was given, but no mixer of this model takes it"
         with pytest.raises(ValueError, match=message):
             model(TOKENS, global_mask=MASK)
         with pytest.raises(ValueError, match=message):
