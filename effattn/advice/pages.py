@@ -1,5 +1,6 @@
 """Pages about mechanisms as text of 80 columns: the list of all, and one in detail."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -81,14 +82,16 @@ def _lines(items: Iterable[str]) -> str:
 
 
 def _filled(text: str, indent: str, further: str) -> str:
+    """Wraps the text, but not within a complexity such as O(N (w + g))."""
+    whole = re.sub(r"O\((?:[^()]|\([^()]*\))*\)", lambda found: found[0].replace(" ", "\xa0"), text)
     return textwrap.fill(
-        text,
+        whole,
         WIDTH,
         initial_indent=indent,
         subsequent_indent=further,
         break_long_words=False,
         break_on_hyphens=False,
-    )
+    ).replace("\xa0", " ")
 
 
 def _row(entry: Mechanism) -> str:

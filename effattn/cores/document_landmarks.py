@@ -12,6 +12,7 @@ from effattn.arrays.segments import positions_from_segment_ids, starts_of_runs
 from effattn.cores import document_blocks, folding
 from effattn.cores.document_blocks import Blocks
 from effattn.cores.document_slots import document_sums
+from effattn.cores.segment_means import Segments
 from effattn.patterns.layouts import BlockLayout
 
 # Least tokens and landmarks in a tile.
@@ -55,19 +56,14 @@ class Landmarks(NamedTuple):
         token = lead(jnp.arange(length, dtype=jnp.int32), self.ids.ndim)
         place = token - self.begin
         count = document_sums(present[..., None].astype(jnp.int32), self.begin)[..., 0]
-        at_least, longer = jnp.divmod(count, size)
-
-        def first_of(segment):
-            return self.begin + segment * at_least + jnp.minimum(segment, longer)
-
-        later = place - longer * (at_least + 1)
-        after = longer + later // jnp.maximum(at_least, 1)
-        segment = jnp.where(later < 0, place // (at_least + 1), after)
-        sums = document_sums(lax.collapse(x, x.ndim - 2), first_of(segment)).reshape(x.shape)
-        tokens = jnp.maximum(at_least + (segment < longer), 1).astype(x.dtype)
+        segments = Segments.of(count, size)
+        segment = segments.segment(place)
+        first = self.begin + segments.start(segment)
+        sums = document_sums(lax.collapse(x, x.ndim - 2), first).reshape(x.shape)
+        tokens = jnp.maximum(segments.tokens(segment), 1).astype(x.dtype)
         means = sums / tokens[..., None, None]
         exists = (place < jnp.minimum(count, size)) & (self.ids != 0)
-        at = jnp.where(exists, first_of(place), token)
+        at = jnp.where(exists, self.begin + segments.start(place), token)
         found = jnp.take_along_axis(means, at[..., None, None], -3, mode="clip")
         found = jnp.where(exists[..., None, None], found, 0)
         of_places = self.blocks.gather(permute(found, self.order, self.inverse))

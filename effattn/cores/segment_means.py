@@ -1,5 +1,7 @@
 """Means of tokens over equal segments, with gradients that are gathered."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,12 +23,40 @@ def segment_means(x: jax.Array, lengths: jax.Array, count: int) -> tuple[jax.Arr
     return _means_of((count, x.shape[-3]), x, lengths), jnp.minimum(lengths, count)
 
 
+class Segments(NamedTuple):
+    """`count` consecutive segments of `size` tokens, whose sizes differ by one token at most.
+
+    The first `longer` segments have `at_least + 1` tokens, the others `at_least`.
+    """
+
+    at_least: jax.Array
+    longer: jax.Array
+
+    @classmethod
+    def of(cls, size: jax.Array, count: Any) -> "Segments":
+        """Segments of sequences of `size` tokens, integers of any shape, as is `count`."""
+        return cls(*jnp.divmod(size, count))
+
+    def start(self, segment: jax.Array) -> jax.Array:
+        """Position of the first token of a segment."""
+        return segment * self.at_least + jnp.minimum(segment, self.longer)
+
+    def tokens(self, segment: jax.Array) -> jax.Array:
+        """Number of tokens of a segment."""
+        return self.at_least + (segment < self.longer).astype(self.at_least.dtype)
+
+    def segment(self, position: jax.Array) -> jax.Array:
+        """Segment of the token at a position; positions past the last token continue the count."""
+        later = position - self.longer * (self.at_least + 1)
+        after = self.longer + later // jnp.maximum(self.at_least, 1)
+        return jnp.where(later < 0, position // (self.at_least + 1), after)
+
+
 def _means(static, x, lengths):
     count, length = static
-    at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
+    segments = Segments.of(lengths[..., None], count)
     segment = lead(jnp.arange(count, dtype=lengths.dtype), lengths.ndim + 1)
-    start = segment * at_least + jnp.minimum(segment, longer)
-    size = at_least + (segment < longer).astype(lengths.dtype)
+    start, size = segments.start(segment), segments.tokens(segment)
     largest = -(-length // count)
     tokens = _take(x, jnp.minimum(positions_from(start, largest), length - 1))
     tokens = jnp.where(within(size, largest)[..., None, None], tokens, 0)
@@ -40,15 +70,11 @@ def _means_fwd(static, x, lengths):
 def _means_bwd(static, lengths, cotangent):
     """Gathers the gradient of each token from its segment; autodiff would scatter."""
     count, length = static
-    at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
+    segments = Segments.of(lengths[..., None], count)
     token = lead(jnp.arange(length, dtype=lengths.dtype), lengths.ndim + 1)
-    later = token - longer * (at_least + 1)
-    is_longer = later < 0
-    after = longer + later // jnp.maximum(at_least, 1)
-    segment = jnp.where(is_longer, token // (at_least + 1), after)
+    segment = segments.segment(token)
     share = _take(cotangent, jnp.minimum(segment, count - 1))
-    size = at_least + is_longer.astype(lengths.dtype)
-    size = jnp.maximum(size, 1)[..., None, None].astype(share.dtype)
+    size = jnp.maximum(segments.tokens(segment), 1)[..., None, None].astype(share.dtype)
     return clear_after(share / size, lengths), None
 
 
@@ -65,13 +91,10 @@ def means_of_parts(
     length = x.shape[-3]
     count = min(count, length * parts.devices)
     total = parts.sum(lengths)
-    at_least, longer = (part[..., None] for part in jnp.divmod(total, count))
+    segments = Segments.of(total[..., None], count)
     token = lead(jnp.arange(length, dtype=lengths.dtype), lengths.ndim + 1) + parts.index * length
-    later = token - longer * (at_least + 1)
-    is_longer = later < 0
-    after = longer + later // jnp.maximum(at_least, 1)
-    segment = jnp.where(is_longer, token // (at_least + 1), after)
-    size = jnp.maximum(at_least + is_longer.astype(lengths.dtype), 1)
+    segment = segments.segment(token)
+    size = jnp.maximum(segments.tokens(segment), 1)
     inside = (segment[..., None] == jnp.arange(count)) & within(lengths, length)[..., None]
     weights = jnp.where(inside, 1 / size[..., None].astype(x.dtype), 0)  # (*B, L, count)
     means = jnp.einsum("...lc,...lkh->...ckh", weights, x, precision="highest")

@@ -17,6 +17,8 @@ def test_the_list_has_all_mechanisms_by_family():
     listed = [name for name in names if name in registry.names()]
     assert sorted(listed) == sorted(registry.names())
     assert max(map(len, text.splitlines())) <= 80
+    for line in text.splitlines():  # no line ends within a complexity
+        assert line.count("(") == line.count(")") or "O(" not in line, line
 
 
 def test_the_list_can_be_narrowed(capsys):

@@ -36,7 +36,8 @@ def latent_from_transformers(
       parameters: as in `mamba_from_transformers`.
       num_heads: `num_attention_heads` of the transformers config.
       head_dim: `qk_nope_head_dim` of the transformers config.
-      rotary: the rotary embedding of the model; default `RotaryEmbedding()`.
+      rotary: the rotary embedding of the model; default `RotaryEmbedding()`. It needs
+        `amplitude=1.0` for YaRN with equal `mscale` and `mscale_all_dim`, as in DeepSeek-V2.
       scale: `scaling` of the transformers layer, which differs from the default in models with a
         YaRN `mscale_all_dim`; default 1 over the square root of the features of a query head.
       norm_epsilon: epsilon of the norms of the latents.
