@@ -12,7 +12,7 @@ from flax import nnx
 import effattn
 from effattn import dispatch, options, registry
 from tests.laws import battery
-from tests.marks import slow_but_for
+from tests.marks import slow, slow_but_for
 
 DTYPES = "float32", "bfloat16", "float16", "float64"
 
@@ -105,7 +105,7 @@ def takes_implementation(name):
     return True
 
 
-@pytest.mark.parametrize("shape", [TABLES, OTHER], ids=["the table's shape", "another shape"])
+@pytest.mark.parametrize("shape", [TABLES, slow(OTHER)], ids=["the table's shape", "another shape"])
 @pytest.mark.parametrize("name", [*ALL, "paged_attention"])
 def test_a_call_is_taken_where_the_table_has_a_row_and_refused_elsewhere(name, shape):
     listed = {row.implementation: row.dtypes for row in effattn.support(name)}

@@ -273,6 +273,7 @@ def test_a_score_mod_that_returns_no_logit_is_refused(score_mod, got):
         dot_product_attention(query, query, query, score_mod=score_mod)
 
 
+@pytest.mark.slow
 def test_what_a_score_mod_closes_over_does_not_outlive_the_call():
     """Compiled programs are kept, but they do not keep these arrays."""
     query = jnp.ones((3, 2, 4))

@@ -25,6 +25,7 @@ from effattn.nn import (
     TransformerLM,
     as_attention_fn,
 )
+from tests.marks import slow_but_for
 from tests.nn.build import floats
 
 FEATURES, HEADS, LENGTH, VOCABULARY = 8, 4, 6, 11
@@ -224,7 +225,7 @@ WITH_SCORE_MOD = [
 ]
 
 
-@pytest.mark.parametrize("name", WITH_SCORE_MOD)
+@pytest.mark.parametrize("name", slow_but_for(("softmax", "bigbird", "streaming"), WITH_SCORE_MOD))
 def test_a_learned_score_mod_decodes_as_it_attends(name):
     entry = registry.get(name)
     small = {
