@@ -18,7 +18,7 @@ from effattn.testing import functions, mixers
 from effattn.testing.functions import SQUARE, Extent
 from tests.laws.battery import FIRST_MIXERS, MECHANISMS, mixer_of
 from tests.laws.test_decode import DECODING
-from tests.marks import slow_but_for
+from tests.marks import slow, slow_but_for
 
 ROWS, LENGTH = SQUARE.batch[0], SQUARE.keys
 NAMES = ("softmax", "linear", "routing", "hierarchical", "performer")
@@ -53,7 +53,7 @@ def padding_of(subject, is_causal):
     return given
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("implementation", [None, slow("xla")])
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("subject", slow_but_for(QUICK, MECHANISMS), ids=str)
 def test_functions_and_their_gradients(subject, is_causal, implementation):
