@@ -32,8 +32,8 @@ from flax import nnx
 from jax.experimental import topologies
 
 from benchmarks import machine
-from benchmarks.arguments import at_least, output_folder, reason_against
-from benchmarks.gpu.layers import Sizes, both
+from benchmarks.arguments import output_folder, reason_against
+from benchmarks.gpu.layers import Sizes, add_sizes, both, direction_of, message
 from benchmarks.mixers import mixer_of
 from effattn import registry
 from effattn.dispatch import device as effattn_device
@@ -159,7 +159,7 @@ class Compiler:
         self.sharding = jax.sharding.SingleDeviceSharding(self._device)
 
     @contextlib.contextmanager
-    def _on_this_machine(self) -> Iterator[None]:
+    def _as_on_the_gpu(self) -> Iterator[None]:
         """Lets effattn and Pallas choose and lower kernels as on a machine with the GPU."""
         capability = ".".join(map(str, self._card.capability))
         gpu = types.SimpleNamespace(compute_capability=capability, client=self._device.client)
@@ -181,7 +181,7 @@ class Compiler:
         def placed(x):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding)
 
-        with self._on_this_machine():
+        with self._as_on_the_gpu():
             traced = jax.jit(function).trace(*jax.tree.map(placed, shapes))
             lowered = traced.lower(lowering_platforms=("cuda",))
         return lowered.compile()
@@ -232,7 +232,7 @@ def table(card: Card, sizes: Sizes, rows: Sequence[Row]) -> str:
     ]
 
     def pair(values, shown):
-        return ", ".join(shown(values[which]) for which in ("forward", "backward") if values)
+        return ", ".join(map(shown, values.values()))
 
     def calls(kernels):
         return " + ".join(f"{number} {name}" for name, number in kernels.items()) or "none"
@@ -258,12 +258,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=registry.names(), help="default: all")
     parser.add_argument("--card", default="h100", choices=CARDS, help="default %(default)s")
-    for name, least, default in (
-        ("rows", 1, 2), ("length", 16, 16384), ("features", 16, 1024), ("heads", 1, 8),
-    ):  # fmt: skip
-        parser.add_argument(
-            f"--{name}", type=at_least(least), default=default, help="default %(default)s"
-        )
+    add_sizes(parser)
     parser.add_argument("--output", type=output_folder, default=Path("runs/gpu-compiled"))
     return parser.parse_args(argv)
 
@@ -316,11 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = Sizes(options.rows, options.length, options.features, options.heads)
     compiler, rows = Compiler(card), []
     for name in options.only or registry.names():
-        row = Row(name, "causal" if name in registry.names("causal") else "bidirectional")
+        row = Row(name, direction_of(name))
         try:
             compile_layer(compiler, row, sizes)
         except Exception as error:  # any failure is the result
-            row.failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            row.failed = message(error)
         rows.append(row)
         told = ", ".join(f"{which} {t:.1f} s" for which, t in row.seconds.items())
         print(f"{name}: {row.failed or told}", flush=True)

@@ -230,8 +230,15 @@ def timed(program: Any, operands: Callable[[], Any]) -> list[float]:
     return rounds
 
 
-def _message(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+def message(error: Exception) -> str:
+    """Returns type and first line of an error."""
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first[:200]}"
+
+
+def direction_of(name: str) -> str:
+    """Returns the direction in which a mechanism is measured."""
+    return "causal" if name in registry.names("causal") else "bidirectional"
 
 
 def work(pipe: Connection, platform: str, rows: list[Row], sizes: Sizes, end: float) -> None:
@@ -262,7 +269,7 @@ def work(pipe: Connection, platform: str, rows: list[Row], sizes: Sizes, end: fl
                 else:
                     phase(row)
             except Exception as error:  # any failure is the result
-                row.failed = _message(error)
+                row.failed = message(error)
             pipe.send(row)
 
 
@@ -351,6 +358,17 @@ def table(about: dict[str, Any], sizes: Sizes, rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `Sizes`."""
+    default = "default %(default)s"
+    parser.add_argument("--rows", type=at_least(1), default=2, help=default)
+    parser.add_argument(
+        "--length", type=at_least(16), default=16384, metavar="TOKENS", help=default
+    )
+    parser.add_argument("--features", type=at_least(16), default=1024, help=default)
+    parser.add_argument("--heads", type=at_least(1), default=8, help=default)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.layers",
@@ -359,12 +377,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=registry.names(), help="default: all")
     parser.add_argument("--platform", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--rows", type=at_least(1), default=2, help="default %(default)s")
-    parser.add_argument(
-        "--length", type=at_least(16), default=16384, metavar="TOKENS", help="default %(default)s"
-    )
-    parser.add_argument("--features", type=at_least(16), default=1024, help="default %(default)s")
-    parser.add_argument("--heads", type=at_least(1), default=8, help="default %(default)s")
+    add_sizes(parser)
     parser.add_argument(
         "--processes", type=at_least(1), default=machine.cores(), help="default: all cores"
     )
@@ -381,10 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the memory
     names = options.only or registry.names()
-    rows = [
-        Row(name, "causal" if name in registry.names("causal") else "bidirectional")
-        for name in names
-    ]
+    rows = [Row(name, direction_of(name)) for name in names]
     sizes = Sizes(options.rows, options.length, options.features, options.heads)
     end = time.time() + 60 * options.minutes
     try:

@@ -30,13 +30,13 @@ def test_the_table_has_kernels_memory_and_failures():
         {"forward": 2_000_000, "backward": 3_600_000_000}, {"forward": 0, "backward": 1024},
         {"forward": 0.25, "backward": 4.0},
     )  # fmt: skip
-    failed = compiled.Row("lsh", "bidirectional", failed="ValueError: too large")
+    failed = compiled.Row("lsh", "bidirectional", seconds={"forward": 2.0}, failed="too large")
     text = compiled.table(compiled.CARDS["a100"], Sizes(2, 512, 64, 4), [row, failed])
     assert "2 sequences of 512 tokens, bfloat16" in text and "NVIDIA A100" in text
     assert text.splitlines()[-2:] == [
         "| `softmax` | causal | 1 triton, 3 triton + 2 mosaic_gpu | 2 MB, 3,600 MB | 0, 1,024 "
         "| 0.2 s, 4.0 s |  |",
-        "| `lsh` | bidirectional |  |  |  |  | ValueError: too large |",
+        "| `lsh` | bidirectional |  |  |  | 2.0 s | too large |",
     ]
 
 
