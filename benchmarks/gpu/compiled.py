@@ -2,9 +2,9 @@
 
 python -m benchmarks.gpu.compiled --help
 
-Counts what needs no clock: the kernels, the temporary memory, the steps of loops, and the time of
-compilation. It needs JAX's compiler for GPUs and NVIDIA's assembler, but no GPU, driver or other
-library of CUDA. VERSION is that of the installed JAX, and must be 0.12 or later:
+Counts effattn's kernels, the temporary memory and the steps of loops, and times the compilation. It
+needs JAX's compiler for GPUs and NVIDIA's assembler, but no GPU, driver or other library of CUDA.
+VERSION is that of the installed JAX, and must be 0.12 or later:
 
 pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
 pip install --no-deps nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-runtime nvidia-nvvm
@@ -127,14 +127,15 @@ CARDS = {
 
 @dataclasses.dataclass
 class Row:
-    """Compiled layer of a mechanism; dictionaries are by pass, "forward" and "backward".
+    """Compiled layer of a mechanism; keys are "forward", and "backward" for both passes.
 
     Attributes:
       mechanism: registered name.
       direction: "causal" or "bidirectional".
       kernels: number of calls of effattn's kernels, by implementation.
       temporary_bytes: temporary memory of the program.
-      steps: steps of the loops of known length; nested loops count once.
+      steps: sum of the steps of all loops of known length; those of an inner loop are not
+        multiplied by those of the outer one.
       seconds: time of compilation.
       failed: why the layer could not be compiled, or None.
     """

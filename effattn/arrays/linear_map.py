@@ -20,8 +20,7 @@ def linear_map(
     """Calls `function(known, linear)`, whose transpose in reverse mode is `transpose`.
 
     Unlike `jax.custom_derivatives.linear_call`, the map can be batched, and differentiated in the
-    arrays that it knows, by JAX's derivatives of `function`. `transpose` is ordinary code, with
-    JAX's derivatives too.
+    arrays that it knows, by JAX's derivatives of `function`. JAX differentiates `transpose` too.
 
     Args:
       function: linear in its second argument.
@@ -179,9 +178,9 @@ def with_derivatives(
 def _as_one(function, operands):
     """Calls the function of known arrays as one operation.
 
-    When JAX separates a program from its tangents, it moves arrays that are equal in all steps of a
-    loop, such as masks of keys, out of the loop, and stores them for every step, even if the loop
-    has no tangents. One operation hides its loops from this.
+    When JAX linearizes a program, it moves arrays that are equal in all steps of a loop, such as
+    masks of keys, out of the loop, and stores a copy for every step, even if the loop has no
+    tangents. It does not look into one operation, so nothing is stored for the loops in it.
     """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
     if jaxpr.effects:  # interpreted kernels

@@ -84,7 +84,8 @@ def attend(
 def _merged(runs: Runs, blocks: Blocks, level: int) -> Runs:
     """Runs `(*B, n, r, ...)` of units of a level, each merged from two of the level below.
 
-    The unit that begins at block n joins the unit below that begins there and the next one.
+    The unit that begins at block n is made of two units of the level below: the one that begins at
+    block n, and the next one.
     """
     half, axis = 2 ** (level - 2), blocks.first.ndim - 1
     following = Runs(*(shifted(x, -half, axis) for x in runs))

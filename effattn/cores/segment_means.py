@@ -24,7 +24,7 @@ def segment_means(x: jax.Array, lengths: jax.Array, count: int) -> tuple[jax.Arr
 
 
 class Segments(NamedTuple):
-    """`count` consecutive segments of `size` tokens, whose sizes differ by one token at most.
+    """Consecutive segments of a sequence, whose sizes differ by one token at most.
 
     The first `longer` segments have `at_least + 1` tokens, the others `at_least`.
     """
@@ -34,7 +34,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, size: jax.Array, count: Any) -> "Segments":
-        """Segments of sequences of `size` tokens, integers of any shape, as is `count`."""
+        """Divides `size` tokens into `count` segments; both may be arrays of integers."""
         return cls(*jnp.divmod(size, count))
 
     def start(self, segment: jax.Array) -> jax.Array:

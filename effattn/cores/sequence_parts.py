@@ -197,11 +197,12 @@ def alone() -> Iterator[None]:
 
 
 def check_whole_rows(units: str) -> None:
-    """Raises `ValueError` within `along`: units that count in documents need whole rows."""
+    """Raises `ValueError` within `along`, as `units` count from the start of each document."""
     if current() is not None:
         raise ValueError(
             f"segment_ids need whole rows, because {units} count from the start of each document, "
-            "got a part of a row on each device; leave segment_ids out, or call exchange_heads"
+            "got a part of a row on each device; leave segment_ids out, or call exchange_heads, "
+            "which gives each device whole rows"
         )
 
 

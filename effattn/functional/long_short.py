@@ -138,7 +138,7 @@ def long_short_attention(
 
     Time O(T (w + r) (H + Hv)) with one segment and O(T (w + r T / l) (H + Hv)) with more: causal,
     O(T sqrt(r T)) for w and l near sqrt(r T). Memory O(T r), forward and backward; in packed rows
-    also one flag for each pair of segments.
+    also one boolean for each pair of segments.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.

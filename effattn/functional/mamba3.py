@@ -143,8 +143,8 @@ def trapezoidal_scan(
     *shape, heads, size = given.key.shape
     if heads % checks.at_least("rank", rank, 1, "heads"):
         raise ValueError(
-            f"rank must divide the {heads} heads of key and value, because each state has rank of "
-            f"these heads, got {rank}"
+            f"rank must divide the {heads} heads of key and value, because rank heads share "
+            f"a state, got {rank}"
         )
     shape = [*shape, heads // rank]
     log_decay = recurrence.check_log_decay(log_decay, tuple(shape))

@@ -104,8 +104,8 @@ def nystrom_attention(
 
     Time O((T + S) m (H + Hv) + J m^3), and O(T width Hv) for the convolution; memory
     O(T + S + J m^2), forward and backward. In packed rows, time O(T m (H + Hv + J m)) and memory
-    O(T J m), and one flag for each pair of tiles of 64 tokens or more. Computed in at least
-    float32: A^+ has large entries of both signs, which would amplify rounding errors of lower
+    O(T J m), plus one boolean for each pair of tiles, which have 64 tokens or more. Computed in at
+    least float32: A^+ has large entries of both signs, which would amplify rounding errors of lower
     precision.
 
     Args:

@@ -33,10 +33,9 @@ class TransformerLM(Transformer):
         super().__init__(config, rngs=rngs)
         if config.tie_embeddings and config.reversible:
             raise ValueError(
-                "with reversible=True the output projection reads both streams, "
-                f"{config.out_features} features, and the token embeddings, which "
-                f"tie_embeddings=True uses for it, have {config.features}; give "
-                "tie_embeddings=False"
+                f"reversible=True gives the output projection {config.out_features} features (both "
+                f"streams), but the token embeddings have {config.features}, so "
+                "tie_embeddings=True cannot share them; give tie_embeddings=False"
             )
         self.head = (
             None

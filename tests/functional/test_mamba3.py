@@ -205,7 +205,7 @@ def test_groups_of_B_and_C_are_shared_by_their_heads():
         ),
         (
             lambda: effattn.trapezoidal_scan(C, B, X, **NUMBERS, angle=ANGLE, rank=3),
-            "rank must divide the 2 heads of key and value, because each state has .*, got 3",
+            "rank must divide the 2 heads of key and value, .* share a state, got 3",
         ),
         (
             lambda: effattn.trapezoidal_scan(C, B, X, **NUMBERS, angle=ANGLE, rank=2),

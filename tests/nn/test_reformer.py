@@ -385,7 +385,7 @@ def test_options_that_do_not_suit_are_refused(changes, message):
 def test_calls_that_do_not_suit_are_refused():
     tied = dataclasses.replace(PLAIN, tie_embeddings=True)
     assert Transformer(tied, rngs=nnx.Rngs(0))(TOKENS).shape == (2, 9, 32)
-    message = "32 features, and the token embeddings, .* have 16; give tie_embeddings=False"
+    message = "projection 32 features .*, but the token embeddings have 16, .*tie_embeddings=False"
     with pytest.raises(ValueError, match=message):
         TransformerLM(tied, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=re.escape("x must be two streams (x1, x2)")):
