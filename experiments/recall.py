@@ -81,8 +81,11 @@ PUBLISHED = {
     **dict.fromkeys(mad.TASKS, MAD),
     "mad-memorisation": MEMORISATION,
 }
+# Every mechanism has learned it by then: the target depends on one token alone.
+SMALL_SIZES = {"mad-memorisation": SMALL | {"steps": 100}}
 DEFAULTS: task_options.Defaults = {
-    task: {"small": SMALL, "published": PUBLISHED[task]} for task in Config.tasks
+    task: {"small": SMALL_SIZES.get(task, SMALL), "published": PUBLISHED[task]}
+    for task in Config.tasks
 }
 
 
