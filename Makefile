@@ -17,6 +17,10 @@ setup := @scripts/setup_venv.sh "$(VENV)"
 sources := .ci benchmarks effattn examples experiments scripts tests
 pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
+# With huge pages, Linux makes the temporaries of a training step on a CPU in less time.
+demo mlm seq2seq recall states lra classify scaling compress adaptive: export GLIBC_TUNABLES := \
+  glibc.malloc.hugetlb=1
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo mlm seq2seq recall states lra classify efficiency scaling compress adaptive report gallery test test-slow test-all test-gpu bench bench-gpu docs release lint format clean

@@ -214,6 +214,11 @@ def recurrence(kernels: Any) -> Any:
     )
 
 
+def _of_tokens(array: Any) -> Names:
+    """Names of the axes of `(B, T, heads, size)` or `(B, T, heads)`, or of the scale `(1,)`."""
+    return (None,) if array.ndim == 1 else _TOKENS[: array.ndim]
+
+
 # Names of the axes of arrays `(B, heads, ...)`.
 
 
@@ -244,7 +249,7 @@ def _spread(kernel, more, results):
             return kernel(how, arrays, *rest)
         found = jax.eval_shape(functools.partial(kernel, how), arrays, *rest)
         leaves, structure = jax.tree.flatten((arrays, rest))
-        operands = [(_TOKENS if x.ndim == 4 else _TOKENS[:3]) for x in jax.tree.leaves(arrays)]
+        operands = [_of_tokens(x) for x in jax.tree.leaves(arrays)]
         for each, of in zip(rest, more, strict=True):
             operands += [of(x) if callable(of) else of for x in jax.tree.leaves(each)]
         shapes, of_results = jax.tree.flatten(found)

@@ -1,9 +1,12 @@
 """Linear recurrence by kernels: the common part for all devices.
 
 XLA computes the terms once for the whole sequence, in the dtype of the sums; kernels get these
-arrays. The forward saves the state at every `BLOCK` tokens; the backward also saves the gradient of
-the state there. All blocks are then computed in parallel from the saved states. Let S_t be the
-state, G_t its gradient from all reads at token t or later, and dy_t the gradient of the output:
+arrays. A term that is an input of 16 bits, or for queries its product with a scalar, is not
+computed: kernels read the input, which has half of the bytes, and convert it themselves.
+
+The forward saves the state at every `BLOCK` tokens; the backward also saves the gradient of the
+state there. All blocks are then computed in parallel from the saved states. Let S_t be the state,
+G_t its gradient from all reads at token t or later, and dy_t the gradient of the output:
 
     y_t = S_t^T q_t    dq_t = S_t dy_t    dk_t = G_t v_t    dv_t = G_t^T k_t
     G_t = exp(w_(t+1)) G_(t+1) + q_t dy_t^T
@@ -34,13 +37,21 @@ tokens.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.interfaces.linear_recurrence import Config, Inputs, clear, divided, masked_terms
+from effattn.arrays.scaled_inputs import scaled_inputs
+from effattn.interfaces.linear_recurrence import (
+    Config,
+    Inputs,
+    append_one,
+    clear,
+    divided,
+    masked_terms,
+)
 from effattn.pallas import partition, recurrence_delta
 from effattn.pallas.recurrence_delta import Chunks, Keys
 
@@ -49,19 +60,21 @@ LARGEST = 256  # largest number of features, and of values
 
 
 class Arrays(NamedTuple):
-    """Float32 operands of the recurrence.
+    """Operands of the recurrence, in float32 if the dtype is not named.
 
     Attributes:
-      query: `(B, T, N, F)`.
-      key: `(B, T, K, F)`.
-      value: `(B, T, V, D)`.
-      log_decay: `(B, T, V)`, or `(B, T, K, F)` if V = K, or None without decay.
+      query: `(B, T, N, F)`, float32 or 16 bits.
+      key: `(B, T, K, F)`, float32 or 16 bits.
+      value: `(B, T, V, D)`, float32 or 16 bits.
+      log_decay: `(B, T, V)`, or `(B, T, K, F)` if V = K, float32 or 16 bits; None without decay.
+      scale: `(1,)`, factor of the queries; None for 1.
     """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
     log_decay: jax.Array | None
+    scale: jax.Array | None = None
 
     @property
     def heads(self) -> int:
@@ -70,10 +83,17 @@ class Arrays(NamedTuple):
 
 
 class How(NamedTuple):
-    """Execution options: precision of products, and whether kernels are interpreted."""
+    """Execution options.
+
+    Attributes:
+      precision: precision of products.
+      interpreted: whether kernels are interpreted.
+      dtype: dtype of what `Kernels.read` returns.
+    """
 
     precision: lax.Precision
     interpreted: bool
+    dtype: Any = jnp.float32
 
     def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
         """Returns the product, computed by XLA with the precision of the kernels."""
@@ -83,12 +103,14 @@ class How(NamedTuple):
 class Kernels(NamedTuple):
     """Kernels of one device. The first argument of each function is `How`; it is not listed here.
 
+    `d_out` has float32 or 16 bits.
+
     Attributes:
       states: `(arrays, state (B, V, F, D)) -> (B, V, n + 1, F', D')`, the states before each block
         and after the last block; F' and D' include padding with zeros for the device.
       gradients_of_states: `(arrays, d_out (B, T, heads, D), d_state) -> (B, V, n + 1, F', D')`, the
         gradients of these states from reads in later blocks.
-      read: `(arrays, states) -> (B, T, heads, D)`, the output.
+      read: `(arrays, states) -> (B, T, heads, D)`, the output, in the dtype of `How`.
       d_query: `(arrays, states, d_out) -> (B, T, heads, F)`, the gradient of the queries. With
         decays, the part from each query's own token is left out.
       d_key_value: `(arrays, gradients of states, d_out) -> (B, T, V, F), (B, T, V, D)`, the
@@ -123,6 +145,10 @@ class _Summed(NamedTuple):
     own: jax.Array | None = None
     recalled: jax.Array | None = None
     least: jax.Array | None = None
+
+    def is_output(self, config: Config) -> bool:
+        """Returns whether what the kernels read is the output, apart from its mask."""
+        return self.own is None and not config.normalized
 
     @property
     def keys(self) -> Keys:
@@ -190,7 +216,9 @@ def forward(kernels: Kernels, config: Config, x: Inputs):
     kernels = partition.recurrence(kernels)
     how = How(precision_of(config, x), config.implementations.interpreted)
     summed = _summed(config, x, x.parameters, x.queries, x.keys)
-    arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
+    if summed.is_output(config):
+        how = how._replace(dtype=config.dtype)
+    arrays, states = _states(kernels, how, config, x, summed)
     output = _output(config, x, kernels.read(how, arrays, states), summed.own, summed.least)
     return (output, _like_state(x, states[:, :, -1])), None
 
@@ -209,26 +237,32 @@ def backward(
 
     sums = functools.partial(_summed, config, x)
     summed, to_arguments = jax.vjp(sums, x.parameters, x.queries, x.keys)
-    arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
-    if config.normalized:
-        read = kernels.read(how, arrays, states)
-    else:  # the gradient does not depend on the value of `read`
-        shape = (*arrays.query.shape[:2], arrays.heads, x.state.shape[-1])
-        read = jnp.zeros_like(arrays.query, shape=shape)
-    _, to_read = jax.vjp(functools.partial(_output, config, x), read, summed.own, summed.least)
-    d_read, d_own, d_least = to_read(d_output)
+    arrays, states = _states(kernels, how, config, x, summed)
+    if summed.is_output(config):
+        d_read = _masked(x, d_output)
+        d_own = d_least = None
+    else:
+        if config.normalized:
+            read = kernels.read(how, arrays, states)
+        else:  # the gradient does not depend on the value of `read`
+            shape = (*arrays.query.shape[:2], arrays.heads, x.state.shape[-1])
+            read = jnp.zeros(shape, x.state.dtype)
+        _, to_read = jax.vjp(functools.partial(_output, config, x), read, summed.own, summed.least)
+        d_read, d_own, d_least = to_read(d_output)
+    wide, d_wide = summed.arrays, d_read.astype(x.state.dtype)
     correction, d_state = None, _one_batch(d_state, 3)
     if summed.recalled is None:
         co_states = kernels.gradients_of_states(how, arrays, d_read, d_state)
     else:
-        correction = _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state)
+        wide = wide._replace(value=arrays.value)
+        correction = _delta_gradients(kernels, how, summed, wide, states, d_wide, d_state)
         co_states = correction.states
     d_query = kernels.d_query(how, arrays, states, d_read)
     d_key, d_value = kernels.d_key_value(how, arrays, co_states, d_read)
     d_log_decay = None
-    if arrays.log_decay is not None:
-        d_log_decay = _d_log_decay(arrays, states, co_states, d_query, d_key)
-        of_query, of_key = _own(arrays, d_read)
+    if wide.log_decay is not None:
+        d_log_decay = _d_log_decay(wide, states, co_states, d_query, d_key)
+        of_query, of_key = _own(wide, d_wide)
         d_query, d_key = d_query + of_query, d_key + of_key
     d_query, d_key = _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key)
     d_recalled = None
@@ -248,20 +282,55 @@ def backward(
     )
 
 
-def _states(kernels, how, summed, state):
-    """Returns the arrays, with corrected values in the delta form, and the states."""
-    arrays = summed.arrays
+def _states(kernels, how, config, x, summed):
+    """Returns the arrays for kernels, with corrected values in the delta form, and the states."""
+    arrays, state = _narrow(config, x, summed), _one_batch(x.state, 3)
     if summed.recalled is None:
         return arrays, kernels.states(how, arrays, state)
     correct = functools.partial(kernels.correct, how, arrays)
     value, states = recurrence_delta.corrected(
-        correct, how.dot, BLOCK, summed.keys, arrays.value, state
+        correct, how.dot, BLOCK, summed.keys, summed.arrays.value, state
     )
     return arrays._replace(value=value), states
 
 
+def _narrow(config, x, summed) -> Arrays:
+    """Replaces terms by the 16-bit inputs that they are, or for queries by input and scale."""
+    queries, keys = clear(x.queries, x.tokens.query_mask), clear(x.keys, x.tokens.key_mask)
+    given = x.parameters, queries, keys
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, x.state.dtype), given)
+    found, inputs = scaled_inputs(config.terms, *like), jax.tree.leaves(given)
+    parameters, replaced = len(jax.tree.leaves(x.parameters)), {}
+    for name in ("query", "key", "value", "log_decay"):
+        term = getattr(found, name)
+        of_tokens = term is not None and term.argument >= parameters
+        if not of_tokens or inputs[term.argument].dtype.itemsize > 2:
+            continue
+        array = inputs[term.argument]
+        if term.factor is not None:
+            if name != "query":
+                continue
+            replaced["scale"] = inputs[term.factor].astype(x.state.dtype).reshape(1)
+        if name == "value" and config.normalized:
+            array = append_one(array)
+        if name == "log_decay":
+            array = _forgotten(array, x.tokens.starts)
+        array = _one_batch(array, array.ndim - x.state.ndim + 3)
+        shifted = summed.own is not None
+        replaced[name] = _shifted(name, array, x.tokens.starts) if shifted else array
+    return summed.arrays._replace(**replaced)
+
+
+def _forgotten(log_decay, starts):
+    """Sets the log decays at the starts of documents to -inf."""
+    if starts is None:
+        return log_decay
+    of_heads = starts.reshape(*starts.shape, *(1,) * (log_decay.ndim - starts.ndim))
+    return jnp.where(of_heads, -jnp.inf, log_decay)
+
+
 def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
-    """Returns the gradients of the delta form; `arrays` and `states` come from `_states`."""
+    """Returns the gradients of the delta form, from arrays in float32 with corrected values."""
     features, values = d_state.shape[2:]
     return recurrence_delta.gradients(
         functools.partial(kernels.correct_back, how, arrays),
@@ -289,8 +358,7 @@ def _summed(config, x, parameters, queries, keys) -> _Summed:
     if starts is not None:
         if log_decay is None:
             log_decay = jnp.zeros(terms.value.shape[:-1], x.state.dtype)
-        of_heads = starts.reshape(*starts.shape, *(1,) * (log_decay.ndim - starts.ndim))
-        log_decay = jnp.where(of_heads, -jnp.inf, log_decay)
+        log_decay = _forgotten(log_decay, starts)
     if log_decay is not None:
         log_decay = _one_batch(log_decay, log_decay.ndim - terms.key.ndim + 3)
     query, key, value = (_one_batch(x, 3) for x in (terms.query, terms.key, terms.value))
@@ -305,13 +373,23 @@ def _summed(config, x, parameters, queries, keys) -> _Summed:
     weights = jnp.sum(by_key * (terms.bonus * key)[:, :, :, None], -1).reshape(*query.shape[:-1])
     outputs = max(heads, value.shape[2])
     own = _repeated(weights, outputs)[..., None] * _repeated(value, outputs)
-    if starts is not None:
-        query = jnp.where(_one_batch(starts, 1)[..., None, None], 0, query)
-    key, value, log_decay = jax.tree.map(
-        lambda x: jnp.pad(x, [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]), (key, value, log_decay)
+    query, key, value = (
+        _shifted(name, array, starts)
+        for name, array in (("query", query), ("key", key), ("value", value))
     )
-    query = jnp.pad(query, [(0, 0), (0, 1), (0, 0), (0, 0)])
+    log_decay = None if log_decay is None else _shifted("log_decay", log_decay, starts)
     return _Summed(Arrays(query, key, value, log_decay), own, least=terms.least)
+
+
+def _shifted(name, array, starts):
+    """One more token of zeros in a field of `Arrays`: queries read the state before their token.
+
+    The first query of a document reads nothing.
+    """
+    if name == "query" and starts is not None:
+        array = jnp.where(_one_batch(starts, 1)[..., None, None], 0, array)
+    more = (0, 1) if name == "query" else (1, 0)
+    return jnp.pad(array, [(0, 0), more, *[(0, 0)] * (array.ndim - 2)])
 
 
 def _repeated(x, heads):
@@ -337,6 +415,11 @@ def _output(config, x, read, own, least):
     output = read.reshape(*x.state.shape[:-3], *read.shape[1:])
     output = divided(config, output, least)
     return clear(output, x.tokens.query_mask).astype(config.dtype)
+
+
+def _masked(x, d_output):
+    """Returns `(B, T, heads, D)`, zero for masked queries."""
+    return _one_batch(clear(d_output, x.tokens.query_mask), 3)
 
 
 def _over_shares(gradient, like):

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -34,6 +35,17 @@ def operands_of(function: Any, *arguments: Any) -> set[str]:
             if match[1] in KERNELS:
                 found |= {given[name.partition("#")[0]] for name in match[2].split(", ")}
     return found
+
+
+def kernel_bytes(function: Any, *arguments: Any) -> int:
+    """Bytes of all operands and results of the program's kernels, lowered for an NVIDIA GPU."""
+    total = 0
+    for line in _lowered(function, *arguments, platform="cuda").splitlines():
+        if (match := re.search(r"custom_call @([\w$.]+)\(", line)) and match[1] in KERNELS:
+            types = line[line.rindex(" : (") :]
+            for sizes, bits in re.findall(r"tensor<((?:\d+x)*)b?[fi](\d+)>", types):
+                total += math.prod(map(int, sizes.split("x")[:-1])) * int(bits) // 8
+    return total
 
 
 def _lowered(function, *arguments, platform):

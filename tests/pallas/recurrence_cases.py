@@ -127,6 +127,49 @@ def one_document():
     return packed(jnp.ones((2, 103), int), Tokens(every, every))
 
 
+def in_both_widths(name, decay, form, normalized, dtype):
+    """Results and gradients of a 16-bit call, and of the same numbers in float32.
+
+    The queries have a scale. The outputs of both calls, and the cotangents, have 16 bits.
+    """
+    terms, state = draw(103, decay, (4, 2, 2), (5, 6), normalized, form)
+    bonus = terms.bonus
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, dtype), tuple(terms._replace(bonus=None)))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
+
+    def scaled(parameters, query, keys):
+        return Terms(query * parameters[0], *keys)._replace(bonus=parameters[1])
+
+    config = Config(scaled, dtype, normalized, implementations=dispatch.Chosen((name,), True))
+
+    @jax.jit
+    def run(terms, state):
+        def attend(parameters, terms, state):
+            return linear_recurrence(config, parameters, state, *_split(terms), documents())
+
+        return _with_gradients(functools.partial(attend, (jnp.float32(0.3), bonus)), terms, state)
+
+    return run(narrow, state), run(wide, state)
+
+
+def assert_alike(narrow, wide):
+    """Checks results of 16-bit inputs: sums agree, and nearly all rounded numbers are equal.
+
+    A float32 sum that differs in its last bit may be rounded to a neighbour.
+    """
+    for ours, expected in zip(*map(jax.tree.leaves, (narrow, wide)), strict=True):
+        rounding = float(jnp.finfo(ours.dtype).eps)
+        expected = np.asarray(expected.astype(ours.dtype), np.float32)
+        ours = np.asarray(ours, np.float32)
+        np.testing.assert_allclose(ours, expected, rtol=4 * rounding, atol=1e-6)
+        if rounding > 1e-4:
+            assert np.mean(ours != expected) < 0.01
+
+
+def _split(terms):
+    return terms[0], terms[1:]
+
+
 def program(dtype, gate, sizes, name, delta=False):
     """A function of packed documents with its gradient, for lowering, and the shapes it takes.
 

@@ -15,11 +15,13 @@ import effattn
 from tests.marks import slow
 from tests.pallas.lowering import TRITON, kernels_of
 from tests.pallas.recurrence_cases import (
+    assert_alike,
     assert_near,
     documents,
     draw,
     errors,
     exact,
+    in_both_widths,
     of_documents,
     one_document,
     program,
@@ -76,6 +78,20 @@ def test_decays_that_forget_much_or_all(decay):
     assert not np.any(ours[1][0].log_decay[:, 66])
     for error, other, size in errors(ours, xla, exact(*args, one_document())):
         assert error <= max(2 * other, 1e-6 * size)
+
+
+@pytest.mark.parametrize(
+    ("decay", "form", "normalized"),
+    [
+        ("token", "plain", False),
+        slow("none", "plain", True),
+        slow("feature", "bonus", False),
+        slow("feature", "delta", False),
+    ],
+)
+def test_sixteen_bit_inputs_are_read_as_they_are(decay, form, normalized):
+    narrow, wide = in_both_widths("mosaic_tpu", decay, form, normalized, jnp.bfloat16)
+    assert_alike(narrow, wide)
 
 
 @pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])

@@ -4,6 +4,7 @@ Results are compared with one token at a time in float64, and with the XLA form.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,15 @@ from effattn.interfaces.linear_recurrence import Config, Inputs
 from effattn.pallas.triton import linear_recurrence
 from effattn.testing.functions import assert_close
 from tests.marks import slow
-from tests.pallas.lowering import TRITON, compile_triton, kernels_of
+from tests.pallas.lowering import TRITON, compile_triton, kernel_bytes, kernels_of
 from tests.pallas.recurrence_cases import (
+    assert_alike,
     assert_near,
     documents,
     draw,
     errors,
     exact,
+    in_both_widths,
     of_documents,
     one_document,
     program,
@@ -105,6 +108,20 @@ def test_sixteen_bits(dtype):
     for error, other, size in errors(ours, xla, expected):
         assert error <= 1.1 * other + 1e-6 * size
         assert error < 0.005 * size
+
+
+@pytest.mark.parametrize(
+    ("decay", "form", "normalized"),
+    [
+        ("token", "plain", False),
+        slow("none", "plain", True),
+        slow("feature", "bonus", False),
+        slow("feature", "delta", False),
+    ],
+)
+def test_sixteen_bit_inputs_are_read_as_they_are(decay, form, normalized):
+    narrow, wide = in_both_widths("triton", decay, form, normalized, jnp.bfloat16)
+    assert_alike(narrow, wide)
 
 
 @pytest.mark.slow
@@ -245,6 +262,23 @@ def test_under_vmap():
 )
 def test_it_is_lowered_for_gpus(dtype, gate, sizes):
     assert kernels_of(*program(dtype, gate, sizes, "triton")) == {TRITON}
+
+
+@pytest.mark.parametrize("gate", [slow(None), 2, slow(3)])
+def test_bytes_of_a_forward_pass(gate):
+    """Kernels move at most four times the bytes of the arguments and of the output.
+
+    Half of them are states, which one kernel writes and the other reads.
+    """
+    shape = (2, 4096, 8, 128)
+    arrays = dict.fromkeys(("query", "key", "value"), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    attend = effattn.retention
+    if gate is not None:
+        arrays["log_decay"] = jax.ShapeDtypeStruct(shape[: gate + 1], jnp.bfloat16)
+        attend = effattn.gated_linear_attention
+    least = sum(x.size * 2 for x in arrays.values()) + math.prod(shape) * 2
+    moved = kernel_bytes(lambda arrays: attend(**arrays, implementation="triton"), arrays)
+    assert moved <= 4 * least
 
 
 @pytest.mark.slow

@@ -137,6 +137,12 @@ def _by_head(x):
     return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % BLOCK), (0, 0)])
 
 
+def _terms(arrays):
+    """Returns queries, keys and values; XLA applies the scale of the queries."""
+    query, key, value, _, scale = arrays
+    return query if scale is None else query.astype(scale.dtype) * scale, key, value
+
+
 def _by_token(x, length):
     return jnp.moveaxis(x[:, :, :length], 2, 1)
 
@@ -148,14 +154,25 @@ def _log_decay(arrays):
     """
     if arrays.log_decay is None:
         return []
-    finite = jnp.maximum(arrays.log_decay, FORGETS)
+    finite = jnp.maximum(arrays.log_decay.astype(jnp.float32), FORGETS)
     if finite.ndim == 4:
         return [_by_head(finite)]
     rows = _by_head(finite[..., None])
     return [rows.reshape(*rows.shape[:2], -1, 1, BLOCK)]
 
 
-def _call(plan, kernel, heads, inputs, specs, shapes, out_specs, scratch=(), in_order=False):
+def _call(
+    plan,
+    kernel,
+    heads,
+    inputs,
+    specs,
+    shapes,
+    out_specs,
+    scratch=(),
+    in_order=False,
+    dtype=jnp.float32,
+):
     inputs = mesh_axes.vary_alike(inputs)
     varying = jax.typeof(inputs[0]).manual_axis_type
     interpreter = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -166,7 +183,7 @@ def _call(plan, kernel, heads, inputs, specs, shapes, out_specs, scratch=(), in_
         in_specs=specs,
         out_specs=out_specs,
         out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying) for shape in shapes
+            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape in shapes
         ],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", order)),
@@ -232,7 +249,12 @@ def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
         plan,
         _walk_back,
         plan.value_heads,
-        [_by_head(arrays.query), _by_head(d_out), *_log_decay(arrays), d_state[:, :, None]],
+        [
+            _by_head(_terms(arrays)[0]),
+            _by_head(d_out),
+            *_log_decay(arrays),
+            d_state[:, :, None],
+        ],
         [
             _tokens(sizes[0], plan.heads // plan.query_heads, plan.group, back),
             _tokens(sizes[1], 1, plan.group, back),
@@ -247,7 +269,7 @@ def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
     return jnp.concatenate([states, d_state[:, :, None]], 2)
 
 
-def _of_queries(plan, arrays, kernel, states, size, *more):
+def _of_queries(plan, arrays, kernel, states, size, *more, dtype=jnp.float32):
     """Runs a kernel for each block of each head of the output; returns `(B, T, heads, size)`.
 
     `more` are arrays `(B, T, heads, D)` that the kernel also reads.
@@ -259,7 +281,7 @@ def _of_queries(plan, arrays, kernel, states, size, *more):
         kernel,
         plan.heads,
         [
-            *map(_by_head, (*more, *arrays[:3])),
+            *map(_by_head, (*more, *_terms(arrays))),
             *_log_decay(arrays),
             states,
         ],
@@ -273,13 +295,14 @@ def _of_queries(plan, arrays, kernel, states, size, *more):
         ],
         [(plan.batch, plan.heads, length, size)],
         [_tokens(size)],
+        dtype=dtype,
     )
     return _by_token(out, arrays.query.shape[1])
 
 
 def _read(how, arrays: Arrays, states):
     plan = _plan(how, arrays)
-    return _of_queries(plan, arrays, _read_block, states, states.shape[4])
+    return _of_queries(plan, arrays, _read_block, states, states.shape[4], dtype=how.dtype)
 
 
 def _d_query(how, arrays: Arrays, states, d_out):
@@ -295,7 +318,7 @@ def _d_key_value(how, arrays: Arrays, co_states, d_out):
         plan,
         _d_key_value_block,
         plan.value_heads,
-        [*map(_by_head, (d_out, *arrays[:3])), *_log_decay(arrays), co_states],
+        [*map(_by_head, (d_out, *_terms(arrays))), *_log_decay(arrays), co_states],
         [
             _tokens(values, 1, plan.group),
             _tokens(features, plan.heads // plan.query_heads, plan.group),
@@ -371,7 +394,7 @@ def _walk(plan, key, value, *refs):
         state[...] = initial[...]
 
     at = _Decays(plan, log_decay)
-    written = plan.dot(_times(key[...], at.until_end()), value[...], (0, 0))
+    written = plan.dot(_times(_wide(key), at.until_end()), _wide(value), (0, 0))
     state[...] = _times(state[...], at.whole()) + written
     states[...] = state[...]
 
@@ -387,7 +410,8 @@ def _walk_back(plan, query, d_out, *refs):
     since_start = at.since_start()
 
     def of_head(g, before):
-        return before + plan.dot(_times(query[g], since_start), d_out[g], (0, 0))
+        queries = _times(_wide(query, g), since_start)
+        return before + plan.dot(queries, _wide(d_out, g), (0, 0))
 
     before = plan.over_group(of_head, _times(co_state[...], at.whole()))
     co_state[...] = before
@@ -433,36 +457,41 @@ def _corrected_chunk(plan, recalled, key, value, kept, state):
 def _read_block(plan, query, key, value, *refs):
     *log_decay, states, out = refs
     at = _Decays(plan, log_decay)
-    queries = query[...]
-    weights = _Pairs(at).products(queries, key[...])
+    queries = _wide(query)
+    weights = _Pairs(at).products(queries, _wide(key))
     read = plan.dot(_times(queries, at.since_start()), states[...])
-    out[...] = read + plan.dot(weights, value[...])
+    out[...] = (read + plan.dot(weights, _wide(value))).astype(out.dtype)
 
 
 def _d_query_block(plan, d_out, query, key, value, *refs):
     *log_decay, states, d_query = refs
     at = _Decays(plan, log_decay)
-    d_read = d_out[...]
+    d_read = _wide(d_out)
     across = _times(plan.dot(d_read, states[...], (1, 1)), at.since_start())
-    d_weights = plan.dot(d_read, value[...], (1, 1))
-    d_query[...] = across + _Pairs(at).gradient(d_weights, key[...], (1, 0))
+    d_weights = plan.dot(d_read, _wide(value), (1, 1))
+    d_query[...] = across + _Pairs(at).gradient(d_weights, _wide(key), (1, 0))
 
 
 def _d_key_value_block(plan, d_out, query, key, value, *refs):
     *log_decay, co_states, d_key, d_value = refs
     at = _Decays(plan, log_decay)
     pairs = _Pairs(at)
-    keys, values, until_end = key[...], value[...], at.until_end()
+    keys, values, until_end = _wide(key), _wide(value), at.until_end()
     d_keys = _times(plan.dot(values, co_states[...], (1, 1)), until_end)
     d_values = plan.dot(_times(keys, until_end), co_states[...])
 
     def of_head(g, gradients):
         d_keys, d_values = gradients
-        queries, d_read = query[g], d_out[g]
+        queries, d_read = _wide(query, g), _wide(d_out, g)
         d_keys += pairs.gradient(plan.dot(d_read, values, (1, 1)), queries, (0, 0))
         return d_keys, d_values + plan.dot(pairs.products(queries, keys), d_read, (0, 0))
 
     d_key[...], d_value[...] = plan.over_group(of_head, (d_keys, d_values))
+
+
+def _wide(ref, index=...):
+    """Loads an array of tokens in float32."""
+    return ref[index].astype(jnp.float32)
 
 
 def _times(x, decay):

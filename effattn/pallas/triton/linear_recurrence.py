@@ -77,12 +77,13 @@ def _states(how, arrays: Arrays, state):
 
 def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
     plan = plan_of(how, arrays)
-    return _walked(plan, _walk_back, (arrays.query, d_out, arrays.log_decay), d_state)
+    shared = arrays.log_decay, arrays.scale
+    return _walked(plan, _walk_back, (arrays.query, d_out, *shared), d_state)
 
 
 def _read(how, arrays: Arrays, states):
     plan = plan_of(how, arrays)
-    return _of_blocks(plan, _read_block, plan.heads, arrays, (states, 0), (), 1)
+    return _of_blocks(plan, _read_block, plan.heads, arrays, (states, 0), (), 1, how.dtype)
 
 
 def _d_query(how, arrays: Arrays, states, d_out):
@@ -119,7 +120,7 @@ KERNELS = recurrence.Kernels(
 # Results have whole blocks and whole tiles.
 
 
-def _call(kernel, plan, grid, inputs, specs, shapes, out_specs, stages=2):
+def _call(kernel, plan, grid, inputs, specs, shapes, out_specs, stages=2, dtype=jnp.float32):
     inputs = device.aligned(mesh_axes.vary_alike(inputs))
     varying = jax.typeof(inputs[0]).manual_axis_type
     whole = pl.BlockSpec(memory_space=pl.ANY)
@@ -129,7 +130,7 @@ def _call(kernel, plan, grid, inputs, specs, shapes, out_specs, stages=2):
         in_specs=[whole if spec is None else spec for spec in specs],
         out_specs=out_specs,
         out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying) for shape in shapes
+            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape in shapes
         ],
         compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=stages),
         interpret=plan.how.interpreted,
@@ -206,7 +207,7 @@ def _walked_whole(plan, kernel, chunks, state):
     return corrected[..., :size], states
 
 
-def _of_blocks(plan, kernel, heads, arrays, saved, more, axis):
+def _of_blocks(plan, kernel, heads, arrays, saved, more, axis, dtype=jnp.float32):
     """Runs a parallel kernel; returns `(B, T, heads, F)` for axis 0, `(B, T, heads, D)` for axis 1.
 
     `saved` is `(states, offset)`: a block reads the state at its start (offset 0) or at its end
@@ -235,6 +236,7 @@ def _of_blocks(plan, kernel, heads, arrays, saved, more, axis):
             )
         ],
         1,  # two stages do not fit in shared memory
+        dtype,
     )
     return found[:, : plan.length, :, : (plan.features, plan.values)[axis]]
 
@@ -243,8 +245,8 @@ def _of_blocks(plan, kernel, heads, arrays, saved, more, axis):
 
 
 def _walk(plan, key, value, *refs):
-    *log_decay, initial, states = refs
-    at, tile = Program(plan, pl.program_id(1), log_decay), _tile_of_state(plan)
+    *shared, initial, states = refs
+    at, tile = Program(plan, pl.program_id(1), shared), _tile_of_state(plan)
     states[0] = initial[...]
 
     def block(n, state):
@@ -256,8 +258,8 @@ def _walk(plan, key, value, *refs):
 
 
 def _walk_back(plan, query, d_out, *refs):
-    *log_decay, last, co_states = refs
-    at, tile = Program(plan, pl.program_id(1), log_decay), _tile_of_state(plan)
+    *shared, last, co_states = refs
+    at, tile = Program(plan, pl.program_id(1), shared), _tile_of_state(plan)
     co_states[plan.blocks] = last[...]
 
     def block(step, co_state):
@@ -330,8 +332,8 @@ def _put_tiles(plan, states, n, state):
 
 
 def _read_block(plan, query, key, value, *refs):
-    *log_decay, states, out = refs
-    at, head, start, d = _at_block(plan, plan.heads, log_decay)
+    *shared, states, out = refs
+    at, head, start, d = _at_block(plan, plan.heads, shared)
 
     def of_state(f, read):
         queries = times(at.query(query, start + at.row, head, f), at.since_start(start, f))
@@ -343,8 +345,8 @@ def _read_block(plan, query, key, value, *refs):
 
 
 def _d_query_block(plan, d_out, query, key, value, *refs):
-    *log_decay, states, d_query = refs
-    at, head, start, f = _at_block(plan, plan.heads, log_decay)
+    *shared, states, d_query = refs
+    at, head, start, f = _at_block(plan, plan.heads, shared)
 
     def of_state(d, gradient):
         d_read = at.output(d_out, start + at.row, head, d)
@@ -352,13 +354,15 @@ def _d_query_block(plan, d_out, query, key, value, *refs):
 
     gradient = at.over_tiles(1, of_state, jnp.zeros((BLOCK, plan.tile[0]), jnp.float32))
     gradient = times(gradient, at.since_start(start, f))
-    d_weights = at.gradient_of_weights(start, d_out, value, head)
+    # Products of 16-bit numbers need fewer registers here, but more in `_d_key_block`.
+    dtype = value.dtype if value.dtype == d_out.dtype else jnp.float32
+    d_weights = at.gradient_of_weights(start, d_out, value, head, dtype)
     put(d_query, gradient + at.mixed(start, d_weights, at.key(key, start + at.row, f), f))
 
 
 def _d_key_block(plan, d_out, query, key, value, *refs):
-    *log_decay, co_states, d_key = refs
-    at, _, first, f = _at_block(plan, plan.value_heads, log_decay)
+    *shared, co_states, d_key = refs
+    at, _, first, f = _at_block(plan, plan.value_heads, shared)
 
     def of_state(d, gradient):
         values = at.value(value, first + at.row, d)
@@ -375,8 +379,8 @@ def _d_key_block(plan, d_out, query, key, value, *refs):
 
 
 def _d_value_block(plan, d_out, query, key, value, *refs):
-    *log_decay, co_states, d_value = refs
-    at, _, first, d = _at_block(plan, plan.value_heads, log_decay)
+    *shared, co_states, d_value = refs
+    at, _, first, d = _at_block(plan, plan.value_heads, shared)
 
     def of_state(f, gradient):
         keys = times(at.key(key, first + at.row, f), at.until_end(first, f))
@@ -399,8 +403,8 @@ def _not_before_the_loop(start, head):
     return start + jnp.minimum(head, 0)
 
 
-def _at_block(plan, heads, log_decay):
+def _at_block(plan, heads, shared):
     """Returns the `Program`, its head (of `heads`), the first token of its block, and its tile."""
     head = pl.program_id(1)
-    at = Program(plan, head // (heads // plan.value_heads), log_decay)
+    at = Program(plan, head // (heads // plan.value_heads), shared)
     return at, head, pl.program_id(2) * BLOCK, pl.program_id(3)

@@ -101,33 +101,36 @@ class Program:
     and the index d a tile of values.
     """
 
-    def __init__(self, plan: Plan, value_head, log_decay):
-        """`log_decay` is a list of one array, or an empty list."""
+    def __init__(self, plan: Plan, value_head, shared):
+        """`shared` has the log decays, if there are any, and the scale of the queries, if any."""
         self.plan = plan
         self.row = jnp.arange(BLOCK, dtype=jnp.int32)
         self.back = BLOCK - 1 - self.row
         self.example, self.value_head = pl.program_id(0), value_head
-        self.array: Any = log_decay[0] if log_decay else None
+        self.array: Any = shared[0] if plan.decay else None
+        scales = shared[1:] if plan.decay else shared
+        self.scale: Any = scales[0] if scales else None
 
     # Tiles `(C, f)` or `(C, d)` of the given tokens.
 
     def query(self, array, token, head, f):
         """Loads queries `(C, f)` of a head of the output."""
         head = head // (self.plan.heads // self.plan.query_heads)
-        return self._tile(array, token, head, 0, f)
+        queries = self._tile(array, token, head, 0, f)
+        return queries if self.scale is None else queries * self.scale[0]
 
-    def output(self, array, token, head, d):
+    def output(self, array, token, head, d, dtype=jnp.float32):
         """Loads `(C, d)` of a head of the output."""
-        return self._tile(array, token, head, 1, d)
+        return self._tile(array, token, head, 1, d, dtype=dtype)
 
     def key(self, array, token, f):
         """Loads keys `(C, f)` of the key head that this program's value head reads."""
         head = self.value_head // (self.plan.value_heads // self.plan.key_heads)
         return self._tile(array, token, head, 0, f)
 
-    def value(self, array, token, d):
+    def value(self, array, token, d, dtype=jnp.float32):
         """Loads values `(C, d)` of this program's value head."""
-        return self._tile(array, token, self.value_head, 1, d)
+        return self._tile(array, token, self.value_head, 1, d, dtype=dtype)
 
     def log_decay(self, token, f, present=True):
         """Loads log decays `(C)` or `(C, f)`, with zero for tokens that are not `present`."""
@@ -135,20 +138,20 @@ class Program:
             return self._tile(self.array, token, self.value_head, 0, f, present)
         within = jnp.minimum(token, self.plan.length - 1)
         present &= token < self.plan.length
-        return triton.load(
-            self.array.at[self.example, within, self.value_head], mask=present, other=0.0
-        )
+        at = self.array.at[self.example, within, self.value_head]
+        return triton.load(at, mask=present, other=0.0).astype(jnp.float32)
 
-    def _tile(self, array, token, head, axis, number, present=True):
+    def _tile(self, array, token, head, axis, number, present=True, dtype=jnp.float32):
         width, size = self.plan.tile[axis], (self.plan.features, self.plan.values)[axis]
         column = number * width + jnp.arange(width, dtype=jnp.int32)
         present &= token < self.plan.length
         token, entry = jnp.minimum(token, self.plan.length - 1), jnp.minimum(column, size - 1)
-        return triton.load(
+        tile = triton.load(
             array.at[self.example, token[:, None], head, entry[None]],
             mask=(column < size)[None] & present[:, None],
             other=0.0,
         )
+        return tile.astype(dtype)
 
     # Decays; None without decay.
 
@@ -204,12 +207,16 @@ class Program:
             products += jnp.where(pairs, of_level, 0)
         return products
 
-    def gradient_of_weights(self, start, d_out, value, head):
-        """Returns the gradient of the weights; with decays, its diagonal (own tokens) is zero."""
+    def gradient_of_weights(self, start, d_out, value, head, dtype=jnp.float32):
+        """Returns the gradient of the weights; with decays, its diagonal (own tokens) is zero.
+
+        The factors of its products have `dtype`.
+        """
 
         def of_tile(d, gradient):
-            d_read = self.output(d_out, start + self.row, head, d)
-            return gradient + self.plan.dot(d_read, self.value(value, start + self.row, d).T)
+            d_read = self.output(d_out, start + self.row, head, d, dtype)
+            values = self.value(value, start + self.row, d, dtype)
+            return gradient + self.plan.dot(d_read, values.T)
 
         gradient = self.over_tiles(1, of_tile, jnp.zeros((BLOCK, BLOCK), jnp.float32))
         if self.plan.decay is None:
@@ -324,6 +331,6 @@ def tile_of(ref, plan, axis, number):
 
 
 def put(out, tile):
-    """Stores a whole tile."""
+    """Stores a whole tile, in the dtype of the array."""
     row, column = (jnp.arange(size, dtype=jnp.int32) for size in tile.shape)
-    triton.store(out.at[row[:, None], column[None, :]], tile)
+    triton.store(out.at[row[:, None], column[None, :]], tile.astype(out.dtype))
