@@ -14,6 +14,7 @@ from effattn.dispatch.choice import (
     open_length,
     requested,
     suited,
+    take_xla,
     untuned,
 )
 from effattn.dispatch.contexts import interpreted, is_interpreted, recorded
@@ -37,5 +38,6 @@ __all__ = [
     "recorded",
     "requested",
     "suited",
+    "take_xla",
     "untuned",
 ]

@@ -102,6 +102,21 @@ def requested(value: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
+def take_xla(function: str, value: Any) -> None:
+    """Checks the argument `implementation` of a function that has no kernels.
+
+    Raises:
+      NotImplementedError: the argument names no implementation that the function has.
+    """
+    if "xla" not in (requested(value) or ("xla",)):
+        raise NotImplementedError(
+            f"{function} has the implementations 'xla' and 'naive', got implementation={value!r}"
+        )
+    recorder = contexts.recorder()
+    if recorder is not None:
+        recorder.taken.append({"xla": Limits()})
+
+
 def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
     """True if an argument `implementation` asks for a Pallas kernel.
 

@@ -113,9 +113,11 @@ def _rows(name: str) -> tuple[Row, ...]:
 
 
 def _takes_implementation(entry: registry.Mechanism) -> bool:
-    if entry.function is None:
-        return entry.mixer_takes("implementation")
-    return "implementation" in inspect.signature(entry.function).parameters
+    """Returns whether the mixer takes the argument, or the function, and not by its naive form."""
+    if entry.mixer_takes("implementation"):
+        return True
+    function = entry.function and inspect.unwrap(entry.function)
+    return function is not None and "implementation" in inspect.signature(function).parameters
 
 
 def _directions(entry: registry.Mechanism, implementation: str, dtype: str) -> list[str]:

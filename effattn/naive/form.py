@@ -31,11 +31,7 @@ def with_naive(naive: Callable[..., Any]) -> Callable[[Function], Function]:
         def fast(args, kwargs, implementation):
             if has_option:
                 return function(*args, **kwargs, implementation=implementation)
-            if "xla" not in (dispatch.requested(implementation) or ("xla",)):
-                raise NotImplementedError(
-                    f"{function.__name__} has the implementations 'xla' and 'naive', got "
-                    f"implementation={implementation!r}"
-                )
+            dispatch.take_xla(function.__name__, implementation)
             return function(*args, **kwargs)
 
         @functools.wraps(naive)
