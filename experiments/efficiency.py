@@ -36,6 +36,7 @@ MOST_CACHE_BYTES = 1e9  # parameters of a layer that decodes; a table of N^2 has
 # Keys of the records.
 OF_LAYER = ("mechanism", "direction", "length", "state_bytes", "passes")
 OF_LONGEST = ("mechanism", "direction", "memory", "forward", "step")
+OF_CACHE = ("cache", "fixed_bytes", "bytes_per_token")
 OF_PLAIN = ("length", "forward", "step")
 
 Record = dict[str, Any]
@@ -48,7 +49,8 @@ class Config:
     """Measures time, FLOPs and memory of a layer of every mechanism against the length.
 
     A stopped run goes on when the same command is given again. Further mechanisms and lengths may
-    be added to a finished run: only what is missing is measured.
+    be added to a finished run, also where only its summary and `config.json` are left: only what is
+    missing is measured.
     """
 
     quick: bool = False  # few mechanisms and lengths, in under five minutes
@@ -128,6 +130,31 @@ def recall(path: Path, keys: tuple[str, ...], make: Callable[[], Record]) -> Rec
     metrics.write_atomically(path, json.dumps(record, indent=1) + "\n")
     # Integers are keys of text in JSON.
     return json.loads(json.dumps(record))
+
+
+def restore(folder: Path) -> None:
+    """Writes the records of `summary.json` to files of their own, if the folder has no such files.
+
+    Raises:
+      UserError: `summary.json` is damaged.
+    """
+    path = folder / "summary.json"
+    if not path.exists() or (folder / "layers").exists():
+        return
+    rows = {"layers": OF_LAYER, "longest": OF_LONGEST, "caches": OF_CACHE, "plain": OF_PLAIN}
+    summary = metrics.read_json(path, (), "delete it, and the command measures again", rows)
+    found: dict[str, Record] = {}
+    for row in summary["layers"]:
+        found[f"layers/{row['mechanism']}-{row['direction']}-{row['length']}"] = row
+    for row in summary["longest"]:
+        found[f"longest/{row['mechanism']}-{row['direction']}"] = row
+    for row in summary["caches"]:
+        if "seconds" in row:
+            found[f"caches/{row['cache']}-{max(map(int, row['seconds']))}"] = row
+    for row in summary["plain"]:
+        found[f"plain/{row['length']}"] = row
+    for name, row in found.items():
+        recall(folder / f"{name}.json", (), functools.partial(dict, row))
 
 
 def measure_layers(config: Config, names: Sequence[str], folder: Path) -> list[Record]:
@@ -222,7 +249,7 @@ def measure_caches(config: Config, names: Sequence[str], folder: Path) -> list[R
                 return record | {"seconds": caches.step_seconds(layer, prefixes, DECODE_STEPS)}
 
             path = folder / "caches" / f"{cache}-{max(prefixes)}.json"
-            records.append(recall(path, ("cache", "fixed_bytes", "bytes_per_token"), make))
+            records.append(recall(path, OF_CACHE, make))
     return records
 
 
@@ -331,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = folders.path_of(config.output, f"efficiency-{folders.fingerprint(settings)}")
         with folders.claimed(folder, settings):
             print(f"Writing to {folder}. If stopped, the same command goes on.", flush=True)
+            restore(folder)
             layers = measure_layers(config, names, folder)
             extras = {*config.extras}
             if "causal" not in config.all_directions():

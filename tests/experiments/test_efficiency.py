@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,14 @@ def test_a_run_measures_what_is_missing_and_writes_a_summary(tmp_path, monkeypat
     assert lines == ["128 tokens  causal aft_simple"]
     assert path.stat().st_mtime_ns == times[0]
     assert (tmp_path / "summary.md").stat().st_mtime_ns > times[1]
+
+    for folder in ("layers", "longest", "caches"):
+        shutil.rmtree(tmp_path / folder)
+    assert efficiency.main([*argv, *few, "aft_simple", "convolution"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if " tokens  causal " in line]
+    assert lines == ["128 tokens  causal convolution"]
+    again = json.loads((tmp_path / "summary.json").read_text())
+    assert exact in again["layers"] and len(again["layers"]) == 3
 
     path.write_text("{")
     assert efficiency.main([*argv, *few, "aft_simple"]) == 1
