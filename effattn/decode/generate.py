@@ -19,6 +19,7 @@ def generate(
     prompt: jax.Array,
     *,
     lengths: jax.Array | None = None,
+    global_mask: jax.Array | None = None,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -46,6 +47,8 @@ def generate(
         the vocabulary depends on the model.
       lengths: `(B,)` int, number of valid tokens of each prompt, right padded, at least 1; default
         all.
+      global_mask: `(B, P)` bool, global tokens of the prompt, for a model whose `extend` takes this
+        argument, such as one of causal Longformer attention. New tokens are not global.
       max_new_tokens: 0 or more.
       temperature: divides the logits; 0 takes the likeliest token. A traced value must be positive.
       top_k: draw only from the `top_k` likeliest tokens.
@@ -79,6 +82,13 @@ def generate(
             "lengths must be 1 or more, because every row needs at least one prompt token (a start "
             f"token will do), got {np.asarray(lengths).tolist()}"
         )
+    if global_mask is not None:
+        global_mask = checks.as_array("global_mask", global_mask)
+        if global_mask.shape != prompt.shape or global_mask.dtype != bool:
+            raise ValueError(
+                f"global_mask must be bool of the shape of the prompt, {prompt.shape}, got "
+                f"{global_mask.dtype} of shape {global_mask.shape}"
+            )
     max_new_tokens = checks.at_least("max_new_tokens", max_new_tokens, 0, "tokens")
     given = {} if top_p is None else {"top_p": top_p}
     for name, number in {"temperature": temperature, **given}.items():
@@ -113,6 +123,7 @@ def generate(
         arrays,
         prompt,
         lengths,
+        global_mask,
         None if greedy else divisor(temperature, jnp.float32),
         None if top_p is None else jnp.asarray(top_p, jnp.float32),
         None if greedy else rng,
@@ -152,6 +163,7 @@ def _generate(
     arrays,
     prompt,
     lengths,
+    global_mask,
     temperature,
     top_p,
     rng,
@@ -168,15 +180,19 @@ def _generate(
     # The model never reads the last new token.
     state = model.init_state(batch, prompt_length + max_new_tokens - 1)
     before_last = jnp.maximum(lengths - 1, 0)
+    of_prompt, of_last = {}, {}
+    if global_mask is not None:
+        of_prompt["global_mask"] = global_mask[:, :-1]
+        of_last["global_mask"] = jnp.take_along_axis(global_mask, before_last[:, None], axis=1)
     if prompt_length > 1:
         # The logits are unused, so the compiler removes them.
-        _, state = model.extend(prompt[:, :-1], state, lengths=before_last)
+        _, state = model.extend(prompt[:, :-1], state, lengths=before_last, **of_prompt)
     last = jnp.take_along_axis(prompt, before_last[:, None], axis=1)[:, 0]
     sizes = []  # vocabulary sizes, filled while tracing
 
-    def advance(carry):
+    def advance(carry, **marks):
         step, token, done, state, tokens = carry
-        logits, state = model.extend(token[:, None], state)
+        logits, state = model.extend(token[:, None], state, **marks)
         sizes.append(logits.shape[-1])
         step_rng = None if rng is None else jax.random.fold_in(rng, step)
         drawn = sample_token(
@@ -197,9 +213,10 @@ def _generate(
     last = narrow(last)
     tokens = jnp.broadcast_to(last, (max_new_tokens, batch))
     carry = (jnp.int32(0), last, jnp.zeros_like(last, bool), state, tokens)
-    if prompt_length == 1:
-        # The first token may change the types in a state, which `while_loop` does not allow.
-        carry = advance(carry)
+    if prompt_length == 1 or of_last:
+        # The first token may change the types in a state, which `while_loop` does not allow. The
+        # last token of the prompt may be global.
+        carry = advance(carry, **of_last)
     step, token, _, _, tokens = jax.lax.while_loop(goes_on, advance, carry)
     # Ended rows repeat their last token in the skipped steps.
     ended = jnp.arange(max_new_tokens)[:, None] >= step

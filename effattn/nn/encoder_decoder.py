@@ -458,7 +458,12 @@ class Given:
         return self.model.init_state(self.encoded, max_length, dtype, lengths=self.lengths)
 
     def extend(
-        self, tokens: jax.Array, state: EncoderDecoderState, *, lengths: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        state: EncoderDecoderState,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, EncoderDecoderState]:
         """Calls `EncoderDecoder.extend`."""
-        return self.model.extend(tokens, state, lengths=lengths)
+        return self.model.extend(tokens, state, lengths=lengths, global_mask=global_mask)

@@ -24,10 +24,11 @@ def make_model(seed=0, **changes):
     return model
 
 
-def by_full_forward_passes(model, prompt, lengths, new_tokens):
+def by_full_forward_passes(model, prompt, lengths, new_tokens, **marks):
     # Later tokens cannot change earlier logits, so one padded shape, compiled once, serves all
     # passes.
-    forward = jax.jit(lambda model, tokens: model(tokens))
+    marks = {name: np.pad(mark, [(0, 0), (0, new_tokens)]) for name, mark in marks.items()}
+    forward = jax.jit(lambda model, tokens: model(tokens, **marks))
     rows = np.arange(len(prompt))
     lengths = np.array(lengths)
     tokens = np.pad(prompt, [(0, 0), (0, new_tokens)])
@@ -73,6 +74,33 @@ class Counting:
     def extend(self, tokens, state, *, lengths=None):
         self.traces += 1
         return jax.nn.one_hot((tokens + 1) % self.vocab_size, self.vocab_size), state + 1
+
+
+GLOBAL = np.array([[1, 0, 0, 1, 0], [1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], bool)
+
+
+@pytest.mark.parametrize("length", [5, slow(1)])
+def test_global_tokens_of_the_prompt(length):
+    """The last token of one prompt is global; padding is not."""
+    longformer = {"name": "longformer", "local_window_size": (1, 0), "max_global": 2}
+    model = make_model(mixer=longformer, num_layers=2)
+    prompt, lengths = PROMPT[:, :length], np.minimum(LENGTHS, length)
+    mask = GLOBAL[:, :length]
+    tokens = generate(
+        model, prompt, lengths=lengths, global_mask=mask, max_new_tokens=4, temperature=0
+    )
+    valid = mask & (np.arange(length) < lengths[:, None])
+    expected = by_full_forward_passes(model, prompt, lengths, 4, global_mask=valid)
+    np.testing.assert_array_equal(tokens, expected)
+    without = by_full_forward_passes(model, prompt, lengths, 4)
+    assert length == 1 or np.any(without != expected)
+
+
+def test_global_tokens_need_a_model_that_takes_them():
+    with pytest.raises(ValueError, match="no mixer of this model takes it"):
+        generate(make_model(), PROMPT, global_mask=GLOBAL, max_new_tokens=1, temperature=0)
+    with pytest.raises(ValueError, match=r"bool of the shape of the prompt, \(3, 5\), got int"):
+        generate(make_model(), PROMPT, global_mask=LENGTHS, max_new_tokens=1, temperature=0)
 
 
 def test_any_object_with_init_state_and_extend_generates():
