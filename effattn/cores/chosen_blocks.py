@@ -19,7 +19,7 @@ from effattn.arrays.linear_map import with_derivatives
 from effattn.arrays.products import widened
 from effattn.cores import packed_pairs
 from effattn.cores.folding import fold
-from effattn.dispatch.partition import is_needed
+from effattn.dispatch.partition import may_be_divided
 
 # Maximum pairs in a tile.
 _PAIRS = 256
@@ -159,7 +159,7 @@ def ranked(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         )
     by_sorting = functools.partial(_first_sorted, count=count)
     # For `lax.top_k`, XLA gathers the rows of all devices; it sorts the rows of each device alone.
-    if is_needed():
+    if may_be_divided():
         return by_sorting(scores)
     # On CPUs, XLA chooses few scores in a tenth or less of the time in which it sorts all.
     chosen = functools.partial(_first_chosen, count=count)

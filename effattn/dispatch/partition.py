@@ -108,6 +108,11 @@ def is_needed() -> bool:
     return jax.device_count() > 1 and not _is_manual() and can_partition(_known.value)
 
 
+def may_be_divided() -> bool:
+    """True if the compiler may divide arrays that are traced now among several devices."""
+    return jax.device_count() > 1 and {*_axis_types()} != {AxisType.Manual}
+
+
 def can_partition(known: MeshAxes | None) -> bool:
     """False where a program for several devices would run a kernel as a whole on every device.
 

@@ -141,12 +141,8 @@ ARRAYS = {
     "routing": {"centroids": numbers(HEADS, 5, SIZE)},
 }
 
-BY_TOKEN = (
-    "gates",
-    "index_query",
-    "index_key",
-    "index_weights",
-)  # those that devices hold in parts
+# Arrays of tokens that the naive form replaces by the selected keys.
+OF_THE_INDEX = "index_query", "index_key", "index_weights"
 
 
 def inputs_of(name):
@@ -177,9 +173,8 @@ def attended(name, call=None, **options):
     operands = inputs, given, numbers_like(inputs[0], inputs[-1])
     if call is None:
         return jax.jit(run)(*operands)
-    specs = {n: OF_TOKENS if n in BY_TOKEN else OF_HEADS for n in given}
     mesh = parallel.make_mesh(sequence=DEVICES, devices=jax.devices()[:DEVICES])
-    per_token = registry.get(name).naive.per_token
+    per_token = {*registry.get(name).naive.per_token, *OF_THE_INDEX}
     specs = {n: OF_TOKENS if n in per_token else OF_HEADS for n in given}
     sharded = jax.shard_map(
         run,
