@@ -303,13 +303,12 @@ def _narrow(config, x, summed) -> Arrays:
     parameters, replaced = len(jax.tree.leaves(x.parameters)), {}
     for name in ("query", "key", "value", "log_decay"):
         term = getattr(found, name)
-        of_tokens = term is not None and term.argument >= parameters
-        if not of_tokens or inputs[term.argument].dtype.itemsize > 2:
+        if term is None or term.argument < parameters:
             continue
         array = inputs[term.argument]
+        if array.dtype.itemsize > 2 or (term.factor is not None and name != "query"):
+            continue
         if term.factor is not None:
-            if name != "query":
-                continue
             replaced["scale"] = inputs[term.factor].astype(x.state.dtype).reshape(1)
         if name == "value" and config.normalized:
             array = append_one(array)
