@@ -105,3 +105,22 @@ def test_decoding_refuses_kernels_of_whole_sequences():
     state = decoder.init(2, LENGTH, 2, 6, 6, np.float32)
     with pytest.raises(NotImplementedError, match="takes whole sequences of one document"):
         decoder.extend(query, key, value, state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (5, 9), (100, 20), (3000, 200)])
+def test_the_best_scores_are_those_of_a_stable_sort(size, count, dtype):
+    """Equal scores go to the smaller index; NaN and -inf are no scores."""
+    rng = np.random.default_rng(0)
+    scores = rng.integers(-3, 3, (7, size)).astype(np.float32)
+    for number in (np.nan, -np.inf, np.inf):
+        scores[rng.random(scores.shape) < 0.1] = number
+    index, is_score = jax.jit(functools.partial(chosen_blocks.ranked, count=count))(
+        jnp.asarray(scores, dtype)
+    )
+    assert index.shape == is_score.shape == (7, min(size, count))
+    for row, found, is_found in zip(scores, index, is_score, strict=True):
+        present = np.flatnonzero(row > -np.inf)
+        expected = present[np.argsort(-row[present], kind="stable")][:count]
+        np.testing.assert_array_equal(found[is_found], expected)
+        assert np.all(is_found[: len(expected)])
