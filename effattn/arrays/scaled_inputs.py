@@ -7,7 +7,7 @@ import jax
 
 
 class Scaled(NamedTuple):
-    """An argument, or an argument times a scalar; indices are those of all arrays of the arguments.
+    """An argument, or an argument times a scalar. Indices count the arrays of all arguments.
 
     Attributes:
       argument: index of the argument.

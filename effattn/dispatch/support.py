@@ -113,7 +113,7 @@ def _rows(name: str) -> tuple[Row, ...]:
 
 
 def _takes_implementation(entry: registry.Mechanism) -> bool:
-    """Returns whether the mixer takes the argument, or the function, and not by its naive form."""
+    """Returns whether the mixer takes the argument, or the function without its naive form."""
     if entry.mixer_takes("implementation"):
         return True
     function = entry.function and inspect.unwrap(entry.function)

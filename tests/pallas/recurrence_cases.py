@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import effattn
 from effattn import dispatch
@@ -12,6 +13,7 @@ from effattn.cores.documents import packed
 from effattn.cores.linear_recurrence import linear_recurrence
 from effattn.interfaces.linear_recurrence import Config, Terms, Tokens
 from effattn.testing.functions import assert_close
+from tests.marks import slow
 from tests.xla.test_linear_recurrence import ALL, as_they_are, token_by_token
 
 PACKED = [[1] * 3 + [2] * 60 + [5] * 40, [0] * 2 + [7] * 62 + [3] + [4] * 31 + [0] * 7]
@@ -127,6 +129,17 @@ def one_document():
     return packed(jnp.ones((2, 103), int), Tokens(every, every))
 
 
+sixteen_bit_forms = pytest.mark.parametrize(
+    ("decay", "form", "normalized"),
+    [
+        ("token", "plain", False),
+        slow("none", "plain", True),
+        slow("feature", "bonus", False),
+        slow("feature", "delta", False),
+    ],
+)
+
+
 def in_both_widths(name, decay, form, normalized, dtype):
     """Results and gradients of a 16-bit call, and of the same numbers in float32.
 
@@ -145,7 +158,7 @@ def in_both_widths(name, decay, form, normalized, dtype):
     @jax.jit
     def run(terms, state):
         def attend(parameters, terms, state):
-            return linear_recurrence(config, parameters, state, *_split(terms), documents())
+            return linear_recurrence(config, parameters, state, terms[0], terms[1:], documents())
 
         return _with_gradients(functools.partial(attend, (jnp.float32(0.3), bonus)), terms, state)
 
@@ -164,10 +177,6 @@ def assert_alike(narrow, wide):
         np.testing.assert_allclose(ours, expected, rtol=4 * rounding, atol=1e-6)
         if rounding > 1e-4:
             assert np.mean(ours != expected) < 0.01
-
-
-def _split(terms):
-    return terms[0], terms[1:]
 
 
 def program(dtype, gate, sizes, name, delta=False):

@@ -25,6 +25,7 @@ from tests.pallas.recurrence_cases import (
     of_documents,
     one_document,
     program,
+    sixteen_bit_forms,
     with_gradients,
 )
 from tests.pallas.recurrence_cases import recurrence as run
@@ -80,18 +81,9 @@ def test_decays_that_forget_much_or_all(decay):
         assert error <= max(2 * other, 1e-6 * size)
 
 
-@pytest.mark.parametrize(
-    ("decay", "form", "normalized"),
-    [
-        ("token", "plain", False),
-        slow("none", "plain", True),
-        slow("feature", "bonus", False),
-        slow("feature", "delta", False),
-    ],
-)
+@sixteen_bit_forms
 def test_sixteen_bit_inputs_are_read_as_they_are(decay, form, normalized):
-    narrow, wide = in_both_widths("mosaic_tpu", decay, form, normalized, jnp.bfloat16)
-    assert_alike(narrow, wide)
+    assert_alike(*in_both_widths("mosaic_tpu", decay, form, normalized, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])

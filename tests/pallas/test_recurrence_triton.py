@@ -30,6 +30,7 @@ from tests.pallas.recurrence_cases import (
     one_document,
     program,
     recurrence,
+    sixteen_bit_forms,
     with_gradients,
 )
 from tests.xla.test_linear_recurrence import ALL, as_they_are
@@ -110,18 +111,9 @@ def test_sixteen_bits(dtype):
         assert error < 0.005 * size
 
 
-@pytest.mark.parametrize(
-    ("decay", "form", "normalized"),
-    [
-        ("token", "plain", False),
-        slow("none", "plain", True),
-        slow("feature", "bonus", False),
-        slow("feature", "delta", False),
-    ],
-)
+@sixteen_bit_forms
 def test_sixteen_bit_inputs_are_read_as_they_are(decay, form, normalized):
-    narrow, wide = in_both_widths("triton", decay, form, normalized, jnp.bfloat16)
-    assert_alike(narrow, wide)
+    assert_alike(*in_both_widths("triton", decay, form, normalized, jnp.bfloat16))
 
 
 @pytest.mark.slow
