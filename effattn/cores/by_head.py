@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec
 
 from effattn.arrays import checks, mesh_axes
 from effattn.cores import sequence_parts
+from effattn.cores.folding import fold
 from effattn.cores.recurrence import Arguments
 from effattn.interfaces.linear_recurrence import clear
 
 
 class Marks(NamedTuple):
-    """Place of each token, `(T,)`.
+    """Place of each token, `(M, C)` in M chunks of C tokens.
 
     Attributes:
       present: bool, False in the padding, which changes no state.
@@ -32,6 +33,7 @@ class Marks(NamedTuple):
 
 def run(
     name: str,
+    size: int,
     of_head: Callable[..., tuple[jax.Array, Any]],
     given: Arguments,
     queries: Any,
@@ -43,16 +45,17 @@ def run(
 
     Args:
       name: name of the mechanism's function.
-      of_head: `(queries, keys, marks, state, parameters) -> (output (T, G, Hv), state)` of one key
-        head with G query heads. Its arrays have the dtype of sums.
+      size: C, tokens in a chunk. Zeros and padding fill the last chunk.
+      of_head: `(queries, keys, marks, state, parameters) -> (output (M, C, G, Hv), state)` of one
+        key head with G query heads. Its arrays have the dtype of sums.
       given: the shared arguments.
-      queries: pytree of arrays `(*B, T, N, ...)`; `of_head` gets `(T, G, ...)`.
-      keys: pytree of arrays `(*B, T, K, ...)`.
+      queries: pytree of arrays `(*B, T, N, ...)`; `of_head` gets `(M, C, G, ...)`.
+      keys: pytree of arrays `(*B, T, K, ...)`; `of_head` gets `(M, C, ...)`.
       state: pytree of arrays `(*B, K, ...)`.
       parameters: pytree of arrays `(K, ...)`.
     """
     sequence_parts.refuse(name)
-    axes, key_heads = len(given.batch), given.key.shape[-2]
+    axes, length, key_heads = len(given.batch), given.key.shape[-3], given.key.shape[-2]
     groups = given.query.shape[-2] // key_heads if key_heads else 0
     *batch, time, heads, _ = mesh_axes.spec(given.value)
 
@@ -65,12 +68,16 @@ def run(
     def over_heads(queries, keys, state, parameters, tokens):
         queries = jax.tree.map(grouped, clear(queries, tokens.query_mask))
         keys, marks = clear(keys, tokens.key_mask), _marks(given, tokens)
-        mapped = jax.vmap(of_head, (1, 1, None, 0, 0), (1, 0))
+        # Cut before the mapping over heads: XLA then copies an array once, not twice.
+        queries, keys = jax.tree.map(lambda x: fold(x, size, axes), (queries, keys))
+        marks = _in_chunks(marks, size)
+        mapped = jax.vmap(of_head, (2, 2, None, 0, 0), (2, 0))
         for _ in range(axes):
             mapped = jax.vmap(mapped, (0, 0, 0, 0, None))
         arguments = queries, keys, marks, state, parameters
         out, state = mapped(*mesh_axes.vary_alike(arguments))
-        out = lax.collapse(out, axes + 1, axes + 3)
+        out = lax.collapse(lax.collapse(out, axes + 2, axes + 4), axes, axes + 2)
+        out = lax.slice_in_dim(out, 0, length, axis=axes)
         return clear(out, tokens.query_mask).astype(given.value.dtype), state
 
     of_state = jax.tree.map(
@@ -96,34 +103,24 @@ def _marks(given: Arguments, tokens) -> Marks:
     return Marks(present, jnp.cumsum(tokens.starts, -1, dtype=jnp.int32), before - first)
 
 
-def chunked(x: Any, size: int) -> Any:
-    """Arrays `(T, ...)` in chunks `(M, C, ...)`; zeros fill the last chunk."""
-
-    def of_array(x):
-        rest = -len(x) % size
-        x = jnp.pad(x, ((0, rest), *[(0, 0)] * (x.ndim - 1)))
-        return x.reshape(len(x) // size, size, *x.shape[1:])
-
-    return jax.tree.map(of_array, x)
-
-
-def marks_in_chunks(marks: Marks, size: int) -> Marks:
-    """Marks in chunks `(M, C)`; the last chunk is filled with padding of the last document."""
-    rest = -len(marks.present) % size
+def _in_chunks(marks: Marks, size: int) -> Marks:
+    """Marks `(*B, T)` in chunks; the last chunk is filled with padding of the last document."""
+    rest = -marks.present.shape[-1] % size
     if rest:
-        present, document, position = (x[-1:] for x in marks)
+        present, document, position = (x[..., -1:] for x in marks)
         last = Marks(jnp.zeros_like(present), document, position + present.astype(jnp.int32))
         pairs = zip(marks, last, strict=True)
-        marks = Marks(*(jnp.concatenate([x, jnp.repeat(y, rest)]) for x, y in pairs))
-    return jax.tree.map(lambda x: x.reshape(len(x) // size, size), marks)
+        marks = Marks(*(jnp.concatenate([x, jnp.repeat(y, rest, -1)], -1) for x, y in pairs))
+    return jax.tree.map(lambda x: fold(x, size, x.ndim - 1), marks)
 
 
 def tokens_read(marks: Marks, first: jax.Array) -> jax.Array:
     """Number of tokens read of the last document, for `first` tokens of document 0 before these."""
     if not len(marks.present):
         return first
-    read = marks.position[-1] + marks.present[-1].astype(jnp.int32)
-    return read.astype(first.dtype) + jnp.where(marks.document[-1] == 0, first, 0)
+    present, document, position = (x[-1, -1] for x in marks)
+    read = position + present.astype(jnp.int32)
+    return read.astype(first.dtype) + jnp.where(document == 0, first, 0)
 
 
 def check_state(kind: Any, state: Any, shapes: tuple[tuple[int, ...], ...], given: Arguments):

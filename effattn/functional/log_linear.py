@@ -108,28 +108,35 @@ def log_linear_attention(
     # Levels that are empty after the last token are not computed.
     used = count if given.initial_state is not None else min(count, max(length, 1).bit_length() + 1)
     chunk = min(given.chunk or 64, max(length, 1))
+    aligned = 0
+    if chunk & (chunk - 1) == 0 and given.tokens.starts is None and given.initial_state is None:
+        # The state after the last token is right if all tokens before it are present.
+        is_padded = given.tokens.key_mask is not None
+        whole = 0 if is_padded else length // chunk
+        aligned = whole if given.return_state else -(-length // chunk)
 
     def of_head(queries, keys, marks, state, _):
-        query, levels = by_head.chunked(queries, chunk)
-        key, value, log_decay = by_head.chunked(keys, chunk)
+        query, levels = queries
+        key, value, log_decay = keys
         out, sums = fenwick_states.attend(
-            chunk,
+            aligned,
             given.precision,
             query,
             key,
             value,
             log_decay,
             levels[..., :used],
-            by_head.marks_in_chunks(marks, chunk),
+            marks,
             state.sums[: used - 1],
             state.position.astype(jnp.int32),
         )
         sums = jnp.concatenate([sums, state.sums[used - 1 :]])
         position = by_head.tokens_read(marks, state.position)
-        return out[:length], LogLinearState(sums, position)
+        return out, LogLinearState(sums, position)
 
     out, state = by_head.run(
         "log_linear_attention",
+        chunk,
         of_head,
         given,
         (dtypes.product(clear(given.query, given.tokens.query_mask), multiplier), levels),

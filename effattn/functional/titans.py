@@ -115,17 +115,17 @@ def titans_memory(
             mini_batch,
             is_aligned,
             given.precision,
-            by_head.chunked(steps, chunk),
-            by_head.marks_in_chunks(marks, chunk),
+            steps,
+            marks,
             None,
             inner_descent.Memory(state.now, state.start, state.velocity),
             state.position.astype(jnp.int32),
         )
         position = by_head.tokens_read(marks, state.position)
-        return out[:length], TitansState(now, start, velocity, position)
+        return out, TitansState(now, start, velocity, position)
 
     keys = given.key, given.value, rate, log_decay, momentum
-    out, state = by_head.run("titans_memory", of_head, given, given.query, keys, state)
+    out, state = by_head.run("titans_memory", chunk, of_head, given, given.query, keys, state)
     return recurrence.results(out, state, given)
 
 

@@ -164,18 +164,19 @@ def ttt_linear_attention(
             mini_batch,
             is_aligned,
             given.precision,
-            by_head.chunked(steps, chunk),
-            by_head.marks_in_chunks(marks, chunk),
+            steps,
+            marks,
             initial,
             inner_descent.Memory(state.now, state.start, None),
             state.position.astype(jnp.int32),
         )
         position = by_head.tokens_read(marks, state.position)
         state = TTTState(memory.now, memory.start, position)
-        return normalised(out[:length], *norm), state
+        return normalised(out, *norm), state
 
     out, state = by_head.run(
         "ttt_linear_attention",
+        chunk,
         of_head,
         given,
         given.query,

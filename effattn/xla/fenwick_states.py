@@ -5,6 +5,9 @@ else the number of the highest bit in which the positions differ, counted from 1
 level before a chunk are one state, and a token in the chunk reads every such state at one level, so
 the states are carried from chunk to chunk, and merged where their levels become one.
 
+Chunks of 2^c tokens that begin at multiples of 2^c need less. All their tokens read a state at the
+same level, there are no states of the levels up to c, and the chunk itself becomes one state.
+
 Shapes: T tokens in chunks of C, G query heads, head dimensions H and Hv, L levels.
 """
 
@@ -15,9 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn.xla.recurrent_chunks import sums_of_log_decays
+
 
 def attend(
-    size: int,
+    aligned: int,
     precision: Any,
     query: jax.Array,
     key: jax.Array,
@@ -28,10 +33,12 @@ def attend(
     states: jax.Array,
     first: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output `(M C, G, Hv)`, and the states after the last token.
+    """Output `(M, C, G, Hv)`, and the states after the last token.
 
     Args:
-      size: C.
+      aligned: how many of the chunks, from the first one on, are known to be in one document and
+        to begin at multiples of C = 2^c tokens. Padding counts as tokens there, so states after
+        padding are at higher levels than without it.
       precision: precision of the matrix products.
       query: `(M, C, G, H)`.
       key: `(M, C, H)`, zero in the padding.
@@ -43,8 +50,62 @@ def attend(
       first: int32 `()`, position of the first token of document 0.
     """
     dot = functools.partial(jnp.einsum, precision=precision)
+    arrays, outs = (query, key, value, log_decay, levels), []
+    if aligned:
+        out, states = _attend_aligned(dot, tuple(x[:aligned] for x in arrays), states)
+        outs.append(out)
+    if len(query) > aligned:
+        rest, marks = jax.tree.map(lambda x: x[aligned:], (arrays, marks))
+        place = first + aligned * query.shape[1]
+        out, states = _attend_anywhere(dot, rest, marks, states, first, place)
+        outs.append(out)
+    return outs[0] if len(outs) == 1 else jnp.concatenate(outs), states
+
+
+def _attend_aligned(dot, arrays, empty):
+    """`attend` to chunks that begin at multiples of C; `empty` are states of zeros."""
+    query, key, *_, levels = arrays
+    size, count = key.shape[1], levels.shape[-1]
+    near = min(size.bit_length(), count)  # levels of pairs in a chunk
+    buckets = max(count - near, 1)  # states that can have tokens before a chunk
+    token = jnp.arange(size, dtype=jnp.int32)
+    pairs = _level(token[:, None], token[None], count)
+    of_pairs = jax.nn.one_hot(pairs, near, dtype=key.dtype)  # (C, C, near)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(states, chunk):
+        number, query, key, value, log_decay, levels = chunk
+        since, since_start = sums_of_log_decays(log_decay)
+        between = jnp.tril(jnp.exp(since))
+        weights = dot("cgl,csl->gcs", levels[..., :near], of_pairs)
+        weights = weights * dot("cgh,sh->gcs", query, key) * between[None]
+        out = dot("gcs,sv->cgv", weights, value)
+
+        decay = jnp.exp(since_start)
+        read = levels[..., count - buckets :] * decay[:, None, None]
+        out += dot("cgbh,bhv->cgv", read[..., None] * query[:, :, None], states)
+
+        # The chunk and the states of the levels below become one state. Their number is that of the
+        # last bits of 1 of the chunk's number.
+        merged = lax.population_count(number ^ (number + 1)) - 1
+        merged = jnp.minimum(merged, buckets - 1)
+        bucket = jnp.arange(buckets)[:, None, None]
+        states = decay[-1] * states
+        written = dot("sh,sv->hv", jnp.exp(since[-1])[:, None] * key, value)
+        written += jnp.where(bucket <= merged, states, 0).sum(0)
+        states = jnp.where(bucket < merged, 0, states)
+        return jnp.where(bucket == merged, written[None], states), out
+
+    below = count - 1 - buckets
+    number = jnp.arange(len(query), dtype=jnp.int32)
+    states, out = lax.scan(step, empty[below:], (number, *arrays))
+    return out, jnp.concatenate([empty[:below], states])
+
+
+def _attend_anywhere(dot, arrays, marks, states, first, place):
+    """`attend` to chunks at any positions of any documents, the first of them at `place`."""
+    key, levels = arrays[1], arrays[-1]
     count = levels.shape[-1]
-    later = jnp.tril(jnp.ones((size, size), bool), -1)
 
     def one_hot(x, size):
         return jax.nn.one_hot(x, size, dtype=key.dtype)
@@ -54,10 +115,9 @@ def attend(
         states, place, carried = carry
         query, key, value, log_decay, levels, (present, document, position) = chunk
         position = position + jnp.where(document == 0, first, 0)
-        # Sums of log decays after token s, up to t. A difference of running sums would cancel.
-        since = jnp.cumsum(jnp.where(later, log_decay[:, None], 0), 0)
-        own = jnp.tril((document[:, None] == document[None]) & present[None])
-        between = jnp.where(own, jnp.exp(since), 0)
+        own = (document[:, None] == document[None]) & present[None]
+        since, since_start = sums_of_log_decays(log_decay)
+        between = jnp.where(jnp.tril(own), jnp.exp(since), 0)
         pairs = _level(position[:, None], position[None], count)
         weights = dot("cgl,csl->gcs", levels, one_hot(pairs, count))
         weights = weights * dot("cgh,sh->gcs", query, key) * between[None]
@@ -67,7 +127,7 @@ def attend(
         of_state = _level(position[:, None], starts[None], count).at[:, -1].set(count - 1)
         of_state = jnp.where(full[None, :, None], one_hot(of_state, count), 0)
         read = dot("cgl,cbl->cgb", levels, of_state)
-        decay = jnp.where(document == carried, jnp.exp(jnp.cumsum(log_decay)), 0)
+        decay = jnp.where(document == carried, jnp.exp(since_start), 0)
         read = (read * decay[:, None, None])[..., None] * query[:, :, None]
         out += dot("cgbh,bhv->cgv", read, states)
 
@@ -83,9 +143,9 @@ def attend(
         states += dot("snh,sv->nhv", written[:, :, None] * key[:, None], value)
         return (states, end, last), out
 
-    carry = states, first, jnp.zeros_like(first)
-    (states, _, _), out = lax.scan(step, carry, (query, key, value, log_decay, levels, marks))
-    return out.reshape(len(out) * size, *out.shape[2:]), states
+    carry = states, place, jnp.zeros_like(first)
+    (states, _, _), out = lax.scan(step, carry, (*arrays, marks))
+    return out, states
 
 
 def _level(one, other, count):

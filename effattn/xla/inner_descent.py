@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn.xla.recurrent_chunks import sums_of_log_decays
+
 
 class Memory(NamedTuple):
     """State of the descent.
@@ -66,7 +68,7 @@ def descend(
     memory: Memory,
     first: jax.Array,
 ) -> tuple[jax.Array, Memory]:
-    """The outputs `(M C, G, D)`, and the memory after the last token.
+    """The outputs `(M, C, G, D)`, and the memory after the last token.
 
     Args:
       error: `(predictions (C, D), values (C, D)) -> (C, D)`, gradients by the predictions.
@@ -135,7 +137,7 @@ def descend(
 
     carry = memory, first, jnp.zeros_like(first)
     (memory, _, _), out = lax.scan(step, carry, (steps, marks))
-    return out.reshape(out.shape[0] * out.shape[1], *out.shape[2:]), memory
+    return out, memory
 
 
 class _Weights(NamedTuple):
@@ -161,9 +163,8 @@ def _weights(dot, x: Steps, present, document) -> tuple[_Weights, _Weights | Non
     if x.log_decay is None:
         decay, kept = visible.astype(ones.dtype), ones
     else:
-        # Sums of the log decays after token s, up to t. Differences of running sums would cancel.
-        sums = jnp.cumsum(jnp.where(jnp.tril(visible, -1), x.log_decay[:, None], 0), 0)
-        decay, kept = jnp.where(visible, jnp.exp(sums), 0), jnp.exp(jnp.cumsum(x.log_decay))
+        sums, since_start = sums_of_log_decays(x.log_decay)
+        decay, kept = jnp.where(visible, jnp.exp(sums), 0), jnp.exp(since_start)
     added = jnp.where(present[None], decay, 0)
     if x.momentum is None:
         return _Weights(jnp.where(together, added, 0), kept, None), None

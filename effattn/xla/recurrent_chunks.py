@@ -86,16 +86,12 @@ def decayed_reader(log_decay, starts, length, present, dot) -> Reader:
 def _alike(log_decay, first, dot) -> Reader:
     """Reader for one decay per token: plain products times a `(C, C)` matrix of decays.
 
-    The log of each decay sums the log decays of tokens j + 1 to i (to i - 1 with `first`). The sums
-    are a product with a triangular matrix of ones; a difference of running sums would cancel.
+    The log of each decay sums the log decays of tokens j + 1 to i (to i - 1 with `first`).
     Column 0 is the decay since the start of the chunk, row C the decay until its end.
     """
     length = log_decay.shape[1]
     visible = jnp.tri(length + 1, length, k=-1 if first is not None else 0, dtype=log_decay.dtype)
-    # 0 * -inf is NaN, so -inf is replaced by a finite number whose exponential is zero too.
-    finite = jnp.maximum(log_decay, jnp.finfo(log_decay.dtype).min / (2 * length))
-    after = jnp.where(jnp.tri(length, length + 1, dtype=bool), finite, 0)
-    sums = jnp.matmul(visible, after, precision=lax.Precision.HIGHEST)
+    sums = _sums(visible, log_decay)
     if first is not None:
         sums += jnp.pad(first, ((0, 0), (0, 1), (0, 0)))
     decays = jnp.exp(sums)
@@ -106,6 +102,25 @@ def _alike(log_decay, first, dot) -> Reader:
         _transposed(decays[:, length:, 1:]),
         decays[:, length:, :1],
     )
+
+
+def sums_of_log_decays(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums of log decays `(C,)` after token s, up to t: `(C, C)`, and from the start: `(C,)`."""
+    sums = _sums(jnp.tri(len(log_decay), dtype=log_decay.dtype), log_decay[:, None])
+    return sums[:, 1:], sums[:, 0]
+
+
+def _sums(visible, log_decay):
+    """Sums of log decays `(*M, C, 1)`: those of tokens j to i in row i and column j.
+
+    The rows of `visible` say which tokens a row adds up. The result is a product with it; a
+    difference of running sums would cancel.
+    """
+    length = log_decay.shape[-2]
+    # 0 * -inf is NaN, so -inf is replaced by a finite number whose exponential is zero too.
+    finite = jnp.maximum(log_decay, jnp.finfo(log_decay.dtype).min / (2 * length))
+    after = jnp.where(jnp.tri(length, length + 1, dtype=bool), finite, 0)
+    return jnp.matmul(visible, after, precision=lax.Precision.HIGHEST)
 
 
 def _by_feature(log_decay, first, present, dot) -> Reader:

@@ -49,6 +49,36 @@ def test_the_last_level_has_all_tokens_that_are_further_away():
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_size", [4, 16])
+@pytest.mark.parametrize("num_levels", [2, 3, 4, 6])
+@pytest.mark.parametrize("options", [{}, {"lengths": True}, {"return_state": True}])
+def test_chunks_at_multiples_of_powers_of_two_change_nothing(chunk_size, num_levels, options):
+    """Chunks of 3 tokens begin anywhere."""
+    given, options = draw(), dict(options)
+    given["levels"] = np.random.default_rng(1).uniform(0, 1, (B, T, N, num_levels))
+    given = {name: x.astype(np.float64) for name, x in given.items()}
+    if options.pop("lengths", False):
+        lengths = np.array([T - 2, 6])
+        options.update(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def outputs_and_gradients(size, given):
+        def of(given):
+            return log_linear_attention(**given, chunk_size=size, **options)
+
+        found, pull_back = jax.vjp(of, given)
+        return found, pull_back(
+            jax.tree.map(
+                lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype), found
+            )
+        )
+
+    with jax.enable_x64(True):
+        found, right = (outputs_and_gradients(size, given) for size in (chunk_size, 3))
+    assert found[0][0].dtype == np.float64
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-11), found, right)
+
+
 def test_decays_of_zero_forget_all_earlier_tokens():
     given = draw()
     given["log_decay"][:, 11] = -np.inf
