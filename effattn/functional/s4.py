@@ -6,7 +6,6 @@ import numpy as np
 from jax import lax
 
 from effattn import registry
-from effattn.arrays import dtypes
 from effattn.naive import over_examples
 
 # Frequencies of a kernel in memory at a time.
@@ -61,8 +60,12 @@ def low_rank_kernel(
 
         2 (C~ w B - (1 + z) (C~ w P) (P^* w B) / (1 + (1 + z) P^* w P))
 
-    where each product sums over modes and their conjugates. Time is O(length D (M + log length)),
-    memory O(length D).
+    where each product sums over modes and their conjugates. These are sums of real numbers: for
+    z = exp(-2i a), s = (2/dt) sin a and c = cos a, a mode and its conjugate with weights b add
+
+        b w + b^* w' = exp(i a) (i s Re(b) - c Re(b L^*)) / ((i s - L c) (i s - L^* c))
+
+    Time is O(length D (M + log length)), memory O(length D).
 
     Args:
       rate: L, `(D, M)` complex; the first of each of M conjugate pairs of modes.
@@ -77,28 +80,37 @@ def low_rank_kernel(
     """
     count = length // 2 + 1
     blocks = -(-count // _FREQUENCIES)
-    half = np.arange(blocks * _FREQUENCIES) % (length or 1)
-    roots = np.exp(-2j * np.pi * half / length).reshape(blocks, -1)
+    angles = np.pi * (np.arange(blocks * _FREQUENCIES) % (length or 1)) / length
     conjugate = jnp.conj
+    pairs = (
+        (truncated_output, input),
+        (truncated_output, low_rank),
+        (conjugate(low_rank), input),
+        (conjugate(low_rank), low_rank),
+    )
+    weights = jnp.stack([left * right for left, right in pairs], 1)
+    weights = jnp.stack([weights.real, (weights * conjugate(rate)[:, None]).real])  # (2, D, 4, M)
+    decay, turn = rate.real[..., None], rate.imag[..., None]  # (D, M, 1)
 
     @jax.checkpoint
-    def of_block(z):
-        """Returns the transform at frequencies z, `(D, frequencies)`."""
-        difference = dtypes.product((2 / step_size)[:, None, None], (1 - z)[None, :, None])
-        rest = (1 + z)[None, :, None]
-        w = 1 / (difference - rate[:, None] * rest)
-        w_conjugate = 1 / (difference - conjugate(rate)[:, None] * rest)
+    def of_block(roots):
+        """Returns the transform at the frequencies of sin a and cos a, `(D, frequencies)`."""
+        sine, cosine = roots[0][None], roots[1][None]
+        s = (2 / step_size)[:, None] * sine
+        # 1 / ((r + i p) (r + i q)) for each pair of modes.
+        r, shift = -decay * cosine[:, None], turn * cosine[:, None]
+        p, q = s[:, None] - shift, s[:, None] + shift
+        scale = 1 / ((r * r + p * p) * (r * r + q * q))
+        inverse = jnp.stack([(r * r - p * q) * scale, -r * (p + q) * scale])  # (2, D, M, n)
+        sums = jnp.einsum("adxm,rdmf->axrdf", weights, inverse, precision="highest")
+        of_s, of_c = (lax.complex(x[:, 0], x[:, 1]) for x in sums)  # (4, D, n)
+        output, of_output, of_input, both = 2 * (1j * s[None] * of_s - cosine[None] * of_c)
+        found = output - cosine * of_output * of_input / (1 + cosine * both)
+        return lax.complex(cosine, sine) * found
 
-        def product(a, b):
-            weight = (a * b)[:, None]
-            return (weight * w + conjugate(weight) * w_conjugate).sum(-1)
-
-        both = conjugate(low_rank)
-        through = product(truncated_output, low_rank) * product(both, input)
-        rank_one = (1 + z)[None] * through / (1 + (1 + z)[None] * product(both, low_rank))
-        return 2 * (product(truncated_output, input) - rank_one)
-
-    spectrum = lax.map(of_block, jnp.asarray(roots, rate.dtype))
+    angles = angles.reshape(blocks, -1)
+    roots = jnp.asarray(np.stack([np.sin(angles), np.cos(angles)], 1), rate.real.dtype)
+    spectrum = lax.map(of_block, roots)
     spectrum = jnp.moveaxis(spectrum, 0, 1).reshape(rate.shape[0], -1)[:, :count]
     return jnp.fft.irfft(spectrum, length, axis=-1).T
 
