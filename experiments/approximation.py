@@ -50,13 +50,17 @@ class Family:
       mechanism: registered name, or a function of query, key and value.
       size: name of the quantity that the size counts.
       options: `(size, length, head_dim, rng) -> options` of the mechanism's function.
-      of_head_dim: whether the head dimension is the only size.
+      only_size: `(head_dim) -> size` of a family that has one size; None for any size.
     """
 
     mechanism: str | Callable[..., Any]
     size: str
     options: Callable[[int, int, int, Any], Mapping[str, Any]]
-    of_head_dim: bool = False
+    only_size: Callable[[int], int] | None = None
+
+    def sizes(self, sizes: Sequence[int], head_dim: int) -> Sequence[int]:
+        """Returns the sizes to measure, of those given."""
+        return sizes if self.only_size is None else (self.only_size(head_dim),)
 
 
 def mean_pooling(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
@@ -104,6 +108,22 @@ def trigonometric_features(size: int, length: int, head_dim: int, rng: Any) -> M
 def window(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
     """Returns a window of `size` tokens around each query."""
     return {"local_window_size": ((size - 1) // 2, size // 2)}
+
+
+def random_blocks(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Returns the own block of a query and up to three random ones, `size` keys in all."""
+    block = -(-size // 4)
+    return {"block_size": block, "num_random_blocks": min(size, length) // block - 1}
+
+
+def eight_blocks(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Returns blocks of BigBird: three around a query, two at the ends and three random ones."""
+    return {"block_size": -(-size // 8)}
+
+
+def positions(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Returns a maximum length for the angles of cosFormer, alike for texts of all lengths."""
+    return {"max_length": max(512, length)}
 
 
 def segments(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
@@ -174,6 +194,33 @@ def hashed(
     )
 
 
+def count(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Returns the number of keys of a query."""
+    return {"num_keys": min(size, length)}
+
+
+def largest(
+    query: Any, key: Any, value: Any, *, num_keys: int, key_value_seq_lengths: Any = None
+) -> Any:
+    """Attends to the keys with the largest weights, as an oracle would choose them.
+
+    It compares all pairs, so it shows errors and no cost. Shapes are those of `hashed`.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import effattn
+
+    logits = jnp.einsum("...tnh,...snh->...nts", query, key)
+    if key_value_seq_lengths is not None:
+        valid = jnp.arange(key.shape[-3]) < key_value_seq_lengths[..., None]
+        logits = jnp.where(valid[..., None, None, :], logits, -jnp.inf)
+    least = jax.lax.top_k(logits, num_keys)[0][..., -1:]
+    return effattn.dot_product_attention(
+        query, key, value, mask=logits >= least, key_value_seq_lengths=key_value_seq_lengths
+    )
+
+
 FAMILIES: Mapping[str, Family] = {
     "nystrom": Family(
         "nystrom", "landmarks", lambda m, length, head_dim, rng: {"num_landmarks": m}
@@ -183,8 +230,15 @@ FAMILIES: Mapping[str, Family] = {
     "performer, orthogonal": Family("performer", "features", performer_features(True)),
     "performer, independent": Family("performer", "features", performer_features(False)),
     "random features": Family("random_features", "features", trigonometric_features),
-    "linear": Family("linear", "features", lambda *_: {}, of_head_dim=True),
+    "linear": Family("linear", "features", lambda *_: {}, lambda head_dim: head_dim),
+    "cosFormer": Family("cosformer", "features", positions, lambda head_dim: 2 * head_dim),
+    "Taylor series": Family(
+        "based", "features", lambda *_: {}, lambda head_dim: (head_dim + 1) * (head_dim + 2) // 2
+    ),
+    "largest weights": Family(largest, "keys of a query", count),
     "window": Family("sliding_window", "keys of a query", window),
+    "random blocks": Family("random", "keys of a query", random_blocks),
+    "BigBird": Family("bigbird", "keys of a query", eight_blocks),
     "LSH, asymmetric": Family(hashed, "keys of a query", asymmetric_hashes),
     "hierarchical": Family("hierarchical", "tokens of a segment", segments),
 }
@@ -275,7 +329,7 @@ def measure(
         left_out = energy[..., size:].sum(-1) / energy.sum(-1)
         add(BEST, size, matrix=by_layer(jnp.sqrt(left_out)), output=None)
     for name, family in FAMILIES.items():
-        for size in (head_dim,) if family.of_head_dim else config.sizes:
+        for size in family.sizes(config.sizes, head_dim):
             rng = jax.random.fold_in(jax.random.key(config.seed), size)
             options = family.options(size, length, head_dim, rng)
             error = analysis.approximation_error(family.mechanism, *heads, **options)

@@ -208,7 +208,7 @@ def cases(config: Config, tasks: Sequence[str]) -> Iterator[tuple[str, str, int]
     for task in tasks:
         for name, family in FAMILIES.items():
             # Both encoders have heads of 32.
-            for size in (32,) if family.of_head_dim else config.sizes:
+            for size in family.sizes(config.sizes, 32):
                 yield task, name, size
 
 

@@ -107,7 +107,7 @@ def test_every_family_is_of_the_registry_and_of_its_size(name):
     assert np.isfinite(approximation_error(family.mechanism, *heads, **options).matrix).all()
 
 
-@pytest.mark.parametrize("name", ["window", "LSH, asymmetric", "hierarchical"])
+@pytest.mark.parametrize("name", ["window", "LSH, asymmetric", "hierarchical", "largest weights"])
 def test_these_families_are_exact_at_the_largest_size(name):
     family = approximation.FAMILIES[name]
     heads = np.random.default_rng(0).normal(size=(3, 12, 2, 4)).astype(np.float32)
@@ -120,6 +120,19 @@ def test_a_window_of_a_size_has_as_many_keys():
     for size in range(1, 6):
         left, right = approximation.window(size, 10, 4, None)["local_window_size"]
         assert left + 1 + right == size
+
+
+def test_the_largest_weights_are_better_than_other_choices_of_as_many_keys():
+    heads = 2 * np.random.default_rng(0).normal(size=(3, 32, 2, 8)).astype(np.float32)
+    names = ["largest weights", "window", "random blocks", "BigBird", "LSH, asymmetric"]
+
+    def error(name):
+        family = approximation.FAMILIES[name]
+        options = family.options(8, 32, 8, jax.random.key(0))
+        return approximation_error(family.mechanism, *heads, **options).matrix.mean()
+
+    best, *others = map(error, names)
+    assert best < 0.6 * min(others)
 
 
 def test_asymmetric_hashes_find_keys_that_a_window_does_not():

@@ -11,7 +11,7 @@ from experiments.tasks.corpora import Corpus
 from tests.experiments.test_encoder import needs_package, small  # noqa: F401
 
 FAMILIES = {
-    "exact": Family("softmax", "keys", lambda *_: {}, of_head_dim=True),
+    "exact": Family("softmax", "keys", lambda *_: {}, lambda head_dim: head_dim),
     "window": Family("sliding_window", "keys", window),
     "means": Family("linformer", "rows", mean_pooling),
 }
