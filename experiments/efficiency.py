@@ -184,6 +184,8 @@ def measure_layers(config: Config, names: Sequence[str], folder: Path) -> list[R
                 before = records.get((name, direction, shorter or 0))
                 make = functools.partial(_measure, layer, compiled, budget, before, exact)
                 records[name, direction, length] = recall(path, OF_LAYER, make)
+                if machine.is_full():
+                    measuring.forget()
         measuring.forget()
     return list(records.values())
 

@@ -177,9 +177,9 @@ def _timed(
 
 
 def forget() -> None:
-    """Frees compiled programs; call it before the next length."""
+    """Frees compiled programs; call it before the next length, or if there are too many."""
     _exact_call.cache_clear()
-    jax.clear_caches()
+    machine.forget_programs()
 
 
 def longest(
