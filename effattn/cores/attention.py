@@ -17,7 +17,7 @@ from effattn.cores.score_mod import Then, without_closure
 from effattn.dispatch.partition import places_of
 from effattn.interfaces.block_attention import Config, Inputs, Origin
 from effattn.options import ScoreMod
-from effattn.patterns.layouts import BlockLayout
+from effattn.patterns.layouts import BlockLayout, KnownLayout
 from effattn.xla import block_rows, cudnn, tiling
 
 
@@ -244,6 +244,8 @@ def attend(
     if layout is not None and for_kernels and not layout.is_traced:
         # Transposed here, in NumPy: within the program the number of listed tiles is not known.
         operands = operands._replace(layout_of_keys=layout.transpose())
+    if "llvm" in chosen.names:
+        config = dataclasses.replace(config, known_layout=_known_layout(config, operands))
     *axes, _ = mesh_axes.spec(query)
     specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
     core: Any = block_attention.block_attention
@@ -254,6 +256,17 @@ def attend(
     if given.sink is not None:
         out, lse = with_sink(out, lse, given.sink)
     return clear_rows(out, lse, query_mask)
+
+
+def _known_layout(config: Config, x: Inputs) -> KnownLayout | None:
+    """The layout of a call, or that of its pattern; None if all pairs may attend."""
+    layout, lengths = x.layout, (x.query.shape[-3], x.key.shape[-3])
+    if layout is None and config.pattern is not None and 0 not in lengths:
+        tile = tiling.choose_sparse_tile(lengths)
+        layout = config.pattern.layout(
+            *lengths, tile=tile, offset=config.offset, key_heads=x.key.shape[-2]
+        )
+    return None if layout is None else KnownLayout(layout)
 
 
 def attend_by_rows(

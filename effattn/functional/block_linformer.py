@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from effattn import registry
@@ -19,6 +20,7 @@ from effattn.functional import softmax
 from effattn.functional.linformer import mean_pooling, project
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Packing, Sink, Softmax, Tile, declared
+from effattn.patterns.layouts import BlockLayout
 
 
 class Options(Packing, Sink, Tile, Softmax, total=False):
@@ -216,7 +218,12 @@ def project_blocks(projection, array, lengths, precision):
 
 @dataclasses.dataclass(frozen=True)
 class EarlierBlocks:
-    """Pattern of pairs of a token and a slot of an earlier block."""
+    """Pattern of pairs of a token and a slot of an earlier block.
+
+    Attributes:
+      slots: slots of a block.
+      size: tokens of a block.
+    """
 
     slots: int
     size: int
@@ -224,6 +231,17 @@ class EarlierBlocks:
     def allows(self, i, j, h):
         """Returns whether token i may attend to slot j."""
         return j // self.slots < i // self.size
+
+    def layout(self, T, S, *, tile, offset=0, key_heads=None):
+        """Returns the tiles with allowed pairs, as `effattn.patterns.Pattern.layout`."""
+        first = offset + np.arange(0, T, tile[0])[:, None]
+        last = np.minimum(first + tile[0], offset + T) - 1
+        seen_by_all, seen = (self.slots * (token // self.size) for token in (first, last))
+        start = np.arange(0, S, tile[1])
+        stop = np.minimum(start + tile[1], S)
+        return BlockLayout.from_block_mask(
+            start < seen, full=stop <= seen_by_all, tile=tile, lengths=(T, S)
+        )
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import numpy as np
 
 from effattn import dispatch
 from effattn.arrays import dtypes
-from effattn.patterns.layouts import BlockLayout
+from effattn.patterns.layouts import BlockLayout, KnownLayout
 
 NO_KEY = np.iinfo(np.int32).min  # segment id of a key that no query may attend to
 
@@ -40,6 +40,7 @@ class Config:
       pattern: an object whose `allows(i, j, h)` is True for pairs that may attend. With a layout
         it is evaluated in partial tiles only.
       key_tiles: number of key tiles of the layout in a step.
+      known_layout: the layout, for implementations that need its tiles when the program is traced.
       origin: `(b, h, i, j) -> (b, h, i, j)`, for mechanisms that rearrange tokens or heads. It maps
         example, head and positions of this call to those passed to `score_mod` and dropout.
       activation: "sigmoid", "squared_relu" or "laplace", applied to each logit in place of the
@@ -58,6 +59,7 @@ class Config:
     precision: Any = None
     pattern: Any = None
     key_tiles: int = 1
+    known_layout: KnownLayout | None = None
     origin: Origin | None = None
     activation: str | None = None
     implementations: dispatch.Chosen = dispatch.XLA

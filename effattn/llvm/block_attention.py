@@ -20,6 +20,9 @@ that stays in the cache of the core.
   adds to the gradients of these keys and values. If there are fewer key heads than threads, the
   groups of a key head are split among several tasks ("splits"), each with its own gradients of keys
   and values, and the caller adds these up. So no sum depends on the order of the threads.
+
+A group visits the chunks between the first and the last one that any of its queries may attend to
+or, with a block-sparse layout, the chunks that its steps list (`effattn.llvm.layouts`).
 """
 
 from __future__ import annotations
@@ -36,12 +39,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import dispatch
+from effattn.dispatch.partition import may_be_divided
 from effattn.dispatch.places import HEADS
 from effattn.interfaces import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.llvm import runtime
+from effattn.llvm import layouts, runtime
 from effattn.llvm.primitive import kernel
-from effattn.llvm.tiles import LOWEST, TILE, Range, Rows, TileOps, lay_out
+from effattn.llvm.tiles import LOWEST, TILE, WORDS, Range, Rows, TileOps, lay_out
 from effattn.xla import block_attention as by_xla
 from effattn.xla import tiling
 
@@ -53,8 +57,9 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
 
 LIMITS = dispatch.Limits(
     ("float32",),
-    others="llvmlite; no options beyond causality, windows, lengths, documents and a bias of keys; "
-    "static query_offset and scale",
+    others="llvmlite; no options beyond causality, windows, lengths, documents, a bias of keys and "
+    "layouts, which must be known when the program is traced, and be shared by all examples and, "
+    "on several devices, by all heads; static query_offset and scale",
 )
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -65,14 +70,21 @@ def refusal(config: Config, x: Inputs) -> str | None:
     for array in (x.query, x.key, x.value):
         if reason := LIMITS.refusal(array.dtype):
             return reason
-    arrays = "additive", "mask", "positions", "layout"
-    options = "activation", "soft_cap", "score_mod", "pattern", "tile"
+    arrays = "additive", "mask", "positions"
+    options = ["activation", "soft_cap", "score_mod"]
+    options += ["tile"] if x.layout is None else []
+    options += ["pattern"] if x.layout is None and not hasattr(config.pattern, "layout") else []
     given = [name for name in arrays if getattr(x, name) is not None]
     given += [name for name in options if getattr(config, name) is not None]
     given += ["dropout"] if config.dropout_rate else []
     given += ["a traced scale"] if config.scale is None else []
     given += ["a traced query_offset"] if config.offset is None else []
     given += [] if x.bias is None or _is_of_keys(x) else ["a bias of other pairs than keys"]
+    given += (
+        []
+        if x.layout is None or _is_known(x.layout)
+        else ["a layout that is traced, or that examples or divided heads do not share"]
+    )
     if given:
         return f"does not take {' and '.join(given)}"
     return runtime.refusal()
@@ -82,6 +94,12 @@ def _is_of_keys(x):
     """Returns whether the bias is one number for each key, whatever the query."""
     *_, queries, keys = x.bias.shape
     return queries == 1 and keys == x.key.shape[-3] and x.bias.dtype == _FLOAT32
+
+
+def _is_known(layout):
+    """Returns whether NumPy has the tiles, for all heads of each device."""
+    *leading, _ = np.shape(layout.partial_counts)
+    return not layout.is_traced and len(leading) <= (0 if may_be_divided() else 1)
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -166,6 +184,8 @@ def _shapes(static, *arrays):
 def _by_xla(static, *arrays):
     direction, config = static
     x, rows = _split(direction, arrays)
+    if config.known_layout is not None:
+        x = x._replace(layout=config.known_layout.layout)
     if direction == "forward":
         return by_xla.forward(config, x, _FLOAT32)
     found = by_xla.backward(config, x, *rows)
@@ -184,20 +204,30 @@ def _names(static, *arrays):
 def _by_kernel(static, shapes, *arrays):
     direction, config = static
     x, rows = _split(direction, arrays)
-    none = jnp.zeros((*(1,) * (x.query.ndim - 3), 0), jnp.int32)
+    batch = (1,) * (x.query.ndim - 3)
+    none = jnp.zeros((*batch, 0), jnp.int32)
     ids = (*x.segments, _ranges(x.segments[1])) if x.segments else (none,) * 3
-    operands = (x.query, x.key, x.value, *ids)
+    group, row_count = 0, 0
+    steps: tuple[jax.Array, ...] = (none,) * 3
+    if config.known_layout is not None:
+        group = _tiles_of_steps(direction, x)
+        layout = config.known_layout.layout
+        found = layouts.steps_of(layout, config.pattern, config.offset, group)
+        row_count = len(found.starts)
+        steps = tuple(jnp.asarray(array.reshape(*batch, -1)) for array in found)
+    operands = (x.query, x.key, x.value, *ids, *steps)
+    limits = {"has_ids": x.segments is not None, "group": group, "rows": row_count, "splits": 1}
     if direction == "forward":
-        out, largest, total = _call(config, x, direction, shapes, operands)
+        out, largest, total = _call(config, direction, shapes, operands, limits)
         log_total = jnp.log(jnp.where(total == 0, 1, total))
         lse = largest + log_total
         return out, jnp.where(total == 0, -jnp.inf, lse), log_total - (lse - largest)
     lse, d_out, delta = rows
     lse = jnp.where(lse == -jnp.inf, 0, lse)  # rows without keys
-    splits = _splits(shapes[1], x.query.shape[-3])
+    limits["splits"] = splits = _splits(shapes[1], x.query.shape[-3])
     shapes = shapes[0], *((splits, *shape) for shape in shapes[1:])
     with_rows = (*operands, lse, d_out, delta)
-    d_query, d_key, d_value = _call(config, x, direction, shapes, with_rows, splits)
+    d_query, d_key, d_value = _call(config, direction, shapes, with_rows, limits)
     return d_query, d_key.sum(0), d_value.sum(0)
 
 
@@ -212,13 +242,23 @@ def _ranges(ids: jax.Array) -> jax.Array:
     return jnp.stack([chunks.min(-1), chunks.max(-1)], -1).reshape(*batch, -1)
 
 
-def _call(config, x, direction, shapes, operands, splits=1):
-    limits: dict[str, Any] = {
+def _tiles_of_steps(direction, x):
+    """Tiles of queries that take the steps of a layout together."""
+    size, value_size = x.query.shape[-1], x.value.shape[-1]
+    features = size + value_size
+    if direction == "backward":
+        features = 3 * size + 2 * value_size
+    most = _MAX_FLOATS // ((features + 4) * TILE)
+    rows = tiling.known_product(x.query.shape[:-3]) * x.query.shape[-2]
+    fair = rows * -(-x.query.shape[-3] // TILE) // (4 * threads())
+    return max(1, min(most, fair, _MAX_TILES))
+
+
+def _call(config, direction, shapes, operands, limits):
+    limits |= {
         "left": UNLIMITED if config.left is None else config.left,
         "right": UNLIMITED if config.right is None else config.right,
         "offset": config.offset,
-        "has_ids": x.segments is not None,
-        "splits": splits,
     }
     in_order = np.array([limits[each] for each in ATTRIBUTES], np.int64)
     attributes = {"limits": in_order, "scale": np.float32(config.scale)}
@@ -246,8 +286,9 @@ def threads() -> int:
 # Kernels.
 
 # The elements of the attribute `limits`: the window, the position of the first query, whether ids
-# are given, and the number of tasks that share the work of a key head.
-ATTRIBUTES = "left", "right", "offset", "has_ids", "splits"
+# are given, the number of query tiles in a group of a layout's steps (0 without a layout), the
+# number of rows of these steps, and the number of tasks that share the work of a key head.
+ATTRIBUTES = "left", "right", "offset", "has_ids", "group", "rows", "splits"
 UNLIMITED = 2**40
 
 _SIZES = "queries", "heads", "size", "keys", "key_heads", "value_size"
@@ -258,6 +299,9 @@ _OPERANDS = (
     runtime.Array("query_ids", 1, "int32"),
     runtime.Array("key_ids", 1, "int32"),
     runtime.Array("key_ranges", 1, "int32"),
+    runtime.Array("starts", 1, "int32"),
+    runtime.Array("steps", 1, "int32"),
+    runtime.Array("masks", 1, "int32"),
 )
 _FORWARD = runtime.Signature(
     _OPERANDS,
@@ -279,8 +323,9 @@ _Sizes = Callable[["Code", "Job"], Mapping[str, Any]]
 def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler of (out, largest, total).
 
-    The arguments are (query, key, value, query_ids, key_ids, key_ranges). Arrays are
-    `(*B, L, heads, size)`, ids `(*B, L)`, and ranges those of `_ranges`. `largest` `(*B, T, N)` is
+    The arguments are (query, key, value, query_ids, key_ids, key_ranges, starts, steps, masks).
+    Arrays are `(*B, L, heads, size)`, ids `(*B, L)`, ranges those of `_ranges`, and the last three
+    those of `layouts.Steps`, flat. `largest` `(*B, T, N)` is
     the largest logit, and `total` `(*B, T, N)` the sum of exp(logit - largest). A batch axis of
     length 1 of an argument is broadcast. The attributes are `limits` and `scale`.
     """
@@ -304,9 +349,7 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
         # Groups are small enough for about 4 tasks a thread, if there are that many tiles.
         tiles = code.mul(rows, code.ceil(job["queries"], TILE))
         fair = code.div(tiles, code.mul(frame.threads(), 4))
-        job["group_tiles"] = code.max(
-            code.min(_tiles_per_group(code, tile_arrays(code, job)), fair), 1
-        )
+        _set_group(code, job, code.min(_tiles_per_group(code, tile_arrays(code, job)), fair))
         count = code.mul(rows, _group_count(code, job))
         return count, _floats_per_thread(code, job, tile_arrays, task_arrays)
 
@@ -355,9 +398,9 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
 def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler of the gradients.
 
-    (query, key, value, query_ids, key_ids, key_ranges, lse, d_out, delta) -> (d_query, d_key,
-    d_value), with `lse` and `delta` `(*B, T, N)`. d_key and d_value have a leading axis of splits,
-    which the caller sums. The attributes are `limits` and `scale`.
+    (query, key, value, query_ids, key_ids, key_ranges, starts, steps, masks, lse, d_out, delta) ->
+    (d_query, d_key, d_value), with `lse` and `delta` `(*B, T, N)`. d_key and d_value have a leading
+    axis of splits, which the caller sums. The attributes are `limits` and `scale`.
     """
     from effattn.llvm.codegen import vectors_at_once, write_product
 
@@ -382,7 +425,7 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
 
     def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, Any]:
         _read_frame(frame, job)
-        job["group_tiles"] = code.max(_tiles_per_group(code, tile_arrays(code, job)), 1)
+        _set_group(code, job, _tiles_per_group(code, tile_arrays(code, job)))
         count = code.mul(job["batch"], job["key_heads"], job["splits"])
         return count, _floats_per_thread(code, job, tile_arrays, task_arrays)
 
@@ -477,6 +520,13 @@ def _tiles_per_group(code: Code, tile_arrays: Mapping[str, Any]) -> Any:
     return code.min(code.div(_MAX_FLOATS, code.add(*tile_arrays.values())), _MAX_TILES)
 
 
+def _set_group(code: Code, job: Job, tiles: Any) -> None:
+    """Sets the number of tiles in a group, which the steps of a layout determine."""
+    in_steps = code.less(0, job["group"])
+    tiles = code.builder.select(in_steps, job["group"], code.max(tiles, 1))
+    job["group_tiles"] = tiles
+
+
 def _group_count(code: Code, job: Job) -> Any:
     return code.ceil(job["queries"], code.mul(job["group_tiles"], TILE))
 
@@ -511,11 +561,12 @@ class _Tile(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of keys: its first key, its number of keys, and the range of their ids."""
+    """A chunk of keys: its first key, its number of keys, the range of their ids, and its step."""
 
     first: Any
     keys: Any
     ids: Range
+    step: Any
 
 
 class _QueryGroup:
@@ -547,7 +598,7 @@ class _QueryGroup:
             array.name: job.example_of(array.name, example) for array in signature.arguments
         }
         self.key_head = code.div(head, code.div(job["heads"], job["key_heads"]))
-        self.first = code.mul(index, job["group_tiles"], TILE)
+        self.index, self.first = index, code.mul(index, job["group_tiles"], TILE)
         left = code.sub(job["queries"], self.first)
         self.row_count = code.min(left, code.mul(job["group_tiles"], TILE))
         self.scratch, self.tile_memory = lay_out(code, memory, task_arrays(code, job))
@@ -597,7 +648,22 @@ class _QueryGroup:
         start, stop = self._range(self.first, self.row_count)
         near = code.variable(code.false())
         ids = Range(code.variable(code.int32(0)), code.variable(code.int32(0)))
-        with code.loop(start, stop, TILE) as first:
+        steps = (
+            code.variable(code.div(start, TILE)),
+            code.variable(code.ceil(code.max(stop, 0), TILE)),
+        )
+        with code.when(self._has_steps()):
+            row = code.div(code.mul(self.head, job["rows"]), job["heads"])
+            place = code.add(code.mul(row, code.add(_group_count(code, job), 1)), self.index)
+            for n, variable in enumerate(steps):
+                code.set(variable, self._entry("starts", code.add(place, n)))
+        chunk = code.variable(0)
+        with code.loop(*map(code.get, steps)) as number:
+            step = code.mul(number, code.add(job["group_tiles"], 1))
+            code.set(chunk, number)
+            with code.when(self._has_steps()):
+                code.set(chunk, self._entry("steps", step))
+            first = code.mul(code.get(chunk), TILE)
             keys = code.min(code.sub(job["keys"], first), TILE)
             code.set(near, code.builder.not_(self._has_ids()))
             with code.when(self._has_ids()):
@@ -610,7 +676,7 @@ class _QueryGroup:
                 for name, size in (("key", job["size"]), ("value", job["value_size"])):
                     target = Rows(self.scratch[name], size)
                     self.ops.copy(self.rows(name, first), target, keys, size)
-                yield _Chunk(first, keys, Range(*map(code.get, ids)))
+                yield _Chunk(first, keys, Range(*map(code.get, ids)), step)
 
     @contextlib.contextmanager
     def visible(self, tile: _Tile, chunk: _Chunk) -> Iterator[Any]:
@@ -621,7 +687,9 @@ class _QueryGroup:
         near = builder.and_(code.less(chunk.first, stop), builder.not_(after))
         keys = code.min(code.sub(stop, chunk.first), chunk.keys)
         sees = code.variable(near)
-        with code.when(builder.and_(near, self._has_ids())):
+        with code.when(builder.and_(near, self._has_steps())):
+            code.set(sees, code.less(layouts.SKIPPED, self._in_step(tile, chunk)))
+        with code.when(builder.and_(code.get(sees), self._has_ids())):
             code.set(sees, self._ids_of(tile).meets(code, chunk.ids))
         with code.when(builder.and_(code.get(sees), self._mixes_ids(tile, chunk))):
             key_ids = self._key_ids(chunk.first)
@@ -642,6 +710,11 @@ class _QueryGroup:
         code, job = self.code, self.job
         ahead = code.sub(chunk.first, code.add(tile.first, job["offset"]))
         self.ops.mask_window(logits, keys, ahead, tile.rows, job["left"], job["right"])
+        with code.when(self._has_steps()):
+            number = self._in_step(tile, chunk)
+            with code.when(code.less(layouts.WHOLE, number)):
+                mask = code.address(job["masks"], code.mul(number, WORDS))
+                self.ops.mask_bits(logits, keys, mask)
         with code.when(self._mixes_ids(tile, chunk)):
             self.ops.mask_ids(logits, keys, tile["ids"], self._key_ids(chunk.first))
 
@@ -657,6 +730,20 @@ class _QueryGroup:
             for n, (variable, end) in enumerate(zip(self.ids, ends, strict=True)):
                 code.store(end, tile["range"], n)
                 code.set(variable, code.extremes(code.get(variable), end)[n])
+
+    def _has_steps(self):
+        return self.code.less(0, self.job["group"])
+
+    def _in_step(self, tile, chunk):
+        """The entry of a tile in the step of a chunk: see `layouts.Steps`."""
+        code = self.code
+        place = code.div(code.sub(tile.first, self.first), TILE)
+        return self._entry("steps", code.add(chunk.step, 1, place))
+
+    def _entry(self, name, index):
+        """Entry of an array of 32-bit integers."""
+        code = self.code
+        return code.wide(code.load(self.job[name], index, code.int32))
 
     def _has_ids(self):
         return self.code.less(0, self.job["has_ids"])

@@ -65,6 +65,10 @@ class Code:
         """Converts a Python int to a constant; returns other values as they are."""
         return INT(value) if isinstance(value, int) else value
 
+    def wide(self, value: Any) -> Any:
+        """A 32-bit integer as a 64-bit integer."""
+        return self.builder.sext(value, INT)
+
     def add(self, *values: Any) -> Any:
         """Sum of the values."""
         total, *others = map(self.integer, values)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
     from effattn.llvm.codegen import Code
 
 TILE = 64
+WORDS = 2 * TILE  # 32-bit words of a mask of a tile: 64 bits for each key
 LOWEST, SMALLEST = (
     -3.4028234663852886e38,
     2.0**-126,
@@ -156,6 +157,19 @@ class TileOps:
         with self.code.loop(0, keys) as j:
             for v, same in zip(self.vectors, self._same(ids, key_ids, j), strict=True):
                 self._mask(logits, j, v, same)
+
+    def mask_bits(self, logits: Any, keys: Any, mask: Any) -> None:
+        """Sets logits to -inf where the bit of key and query is 0, in a mask of `WORDS` words."""
+        code, builder = self.code, self.code.builder
+        bits = code.integer_vector([1 << lane for lane in range(self.lanes)])
+        nothing = code.integer_vector([0] * self.lanes)
+        with code.loop(0, keys) as j:
+            for v in self.vectors:
+                word = code.load(mask, code.add(code.mul(j, 2), v // 32), code.int32)
+                word = code.all_lanes(builder.lshr(word, code.int32(v % 32)))
+                self._mask(
+                    logits, j, v, builder.icmp_signed("!=", builder.and_(word, bits), nothing)
+                )
 
     def range_of_ids(self, ids: Any, count: Any) -> Range:
         """The range of `count` ids, at least one."""

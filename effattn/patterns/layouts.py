@@ -185,7 +185,7 @@ class BlockLayout:
             lead, (queries, keys) = self.partial_counts.shape[:-1], self.grid
             halves = []
             for kind in ("partial", "full"):
-                row, key = self._tiles(kind)
+                row, key = self.tiles(kind)
                 head, query = np.divmod(row, queries)
                 order = np.argsort(head * keys + key, kind="stable")
                 halves.append(packed((head * keys + key)[order], query[order], (*lead, keys)))
@@ -214,8 +214,11 @@ class BlockLayout:
         share = 100 * (partial + full) / total
         return f"{text}: {partial} partial + {full} full of {total} tiles ({share:.3g} %))"
 
-    def _tiles(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (row, key tile) of all tiles of a kind; rows count through *L; concrete only."""
+    def tiles(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (row, key tile) of all tiles of a kind, "partial" or "full"; concrete only.
+
+        Rows count through `*L` and the query tiles.
+        """
         counts = np.asarray(getattr(self, f"{kind}_counts")).reshape(-1)
         indices = np.asarray(getattr(self, f"{kind}_indices"))
         indices = indices.reshape(counts.size, indices.shape[-1])
@@ -235,6 +238,26 @@ class BlockLayout:
         else:
             mask = jnp.put_along_axis(mask, column, True, axis=-1, inplace=False)
         return mask[..., :keys]
+
+
+class KnownLayout:
+    """A layout of NumPy arrays as a static argument: equal to layouts of the same tiles.
+
+    Attributes:
+      layout: the layout.
+    """
+
+    def __init__(self, layout: BlockLayout):
+        self.layout = layout
+        arrays = (np.ascontiguousarray(getattr(layout, name)) for name in _DATA)
+        held = [(array.shape, array.tobytes()) for array in arrays]
+        self._key = (layout.tile, layout.lengths, *held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KnownLayout) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
 
 def packed(

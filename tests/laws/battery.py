@@ -24,6 +24,8 @@ LAST = list({s.name: s for s in SUBJECTS}.values())
 WITH_KERNELS = frozenset(
     {
         "based",
+        "block_linformer",
+        "block_sparse",
         "cosformer",
         "differential",
         "forgetting",
@@ -36,6 +38,7 @@ WITH_KERNELS = frozenset(
         "moba",
         "native_sparse",
         "nystrom",
+        "random",
         "random_features",
         "routing",
         "sliding_window",

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import effattn
+from effattn import patterns
 from effattn.llvm import block_attention as kernels
 from effattn.llvm import runtime
 from effattn.testing.functions import as_float64, assert_close
@@ -69,6 +70,32 @@ CASES = {
         effattn.sliding_window_attention,
     ),
     "vmap": Case(square(), lambda: {"is_causal": True}, block_cases.mapped),
+    "layout": Case({}, dict, block_cases.over_layout((), True)),
+    "layout of heads": Case({}, dict, block_cases.over_layout((2,), True)),
+    "layout and documents": Case(
+        square(), lambda: {"segment_ids": jnp.asarray(IDS)}, block_cases.over_layout((), True)
+    ),
+    "pattern": Case(
+        square(300), lambda: {"pattern": block_cases.PATTERN}, effattn.sparse_attention
+    ),
+    "pattern and lengths": Case(
+        {}, lambda: {"pattern": block_cases.PATTERN} | LENGTHS, effattn.sparse_attention
+    ),
+    "pattern and offset": Case(
+        {"queries": 200, "keys": 300},
+        lambda: {"pattern": block_cases.PATTERN, "query_offset": 90},
+        effattn.sparse_attention,
+    ),
+    "many tiles of a pattern": Case(
+        square(900, batch=(1,)),
+        lambda: {
+            "pattern": patterns.Causal() & (patterns.SlidingWindow(70, 0) | patterns.Prefix(9))
+        },
+        effattn.sparse_attention,
+    ),
+    "BigBird": Case(
+        square(200), lambda: {"block_size": 12, "is_causal": True}, effattn.bigbird_attention
+    ),
 }
 
 
@@ -255,6 +282,10 @@ def test_calls_that_name_nothing_take_them_where_there_is_one_device(monkeypatch
     assert kernels_of(call, query, query, query)
     window = functools.partial(effattn.sliding_window_attention, local_window_size=3)
     assert kernels_of(window, query, query, query)
+    blocks = functools.partial(
+        effattn.block_sparse_attention, block_size=4, block_mask=lambda m, n: m == n
+    )
+    assert kernels_of(blocks, query, query, query)
     assert not kernels_of(functools.partial(call, logits_soft_cap=3.0), query, query, query)
     assert not kernels_of(functools.partial(call, implementation="xla"), query, query, query)
     assert not kernels_of(call, query[:, 1:], query[:, 1:], query[:, 1:])
@@ -303,6 +334,13 @@ def test_it_says_what_it_does_not_take(options, message):
         NotImplementedError, match=f"{message}; implementation='xla' takes these arguments"
     ):
         attend(**arrays, **options)
+
+
+@pytest.mark.parametrize("name", ["layout of examples and documents", "traced layout"])
+def test_it_says_which_layouts_it_takes(name):
+    case = block_cases.CASES[name]
+    with pytest.raises(NotImplementedError, match="does not take a layout that is traced, or that"):
+        case.run("llvm", np.float32)
 
 
 def test_it_says_which_dtypes_and_machines_it_takes(monkeypatch):
