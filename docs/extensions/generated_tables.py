@@ -61,10 +61,10 @@ def _number(value):
 
 def _state(of_length):
     """Bytes of the decode state, with an arrow if they grow with the length."""
-    size, later = (of_length.get(n, {}).get("state_bytes") for n in (LENGTHS[-1], LONG))
+    before, size = (of_length.get(n, {}).get("state_bytes") for n in LENGTHS[-2:])
     if size is None:
         return "-"
-    return _bytes(size) if size == later else f"{_bytes(size)}\N{NO-BREAK SPACE}\N{UPWARDS ARROW}"
+    return _bytes(size) if size == before else f"{_bytes(size)}\N{NO-BREAK SPACE}\N{UPWARDS ARROW}"
 
 
 def _bytes(size):

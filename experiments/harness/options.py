@@ -189,5 +189,5 @@ def command_of(experiment: str, options: Any, default: Any) -> str:
             parts.append(f"--{name}" if value else f"--no-{name}")
         else:
             values = value if isinstance(value, tuple) else (value,)
-            parts.append(f"--{name} {shlex.join(map(str, values))}")
+            parts += [f"--{name}", *map(shlex.quote, map(str, values))]
     return " ".join(parts)
