@@ -111,18 +111,19 @@ def window(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]
 
 
 def random_blocks(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
-    """Returns the own block of a query and up to three random ones, `size` keys in all."""
+    """Returns the own block of a query and up to three random ones, at most `size` keys."""
     block = -(-size // 4)
     return {"block_size": block, "num_random_blocks": min(size, length) // block - 1}
 
 
 def eight_blocks(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
-    """Returns blocks of BigBird: three around a query, two at the ends and three random ones."""
-    return {"block_size": -(-size // 8)}
+    """Returns blocks of BigBird: three around a query, the first one and four random ones."""
+    numbers = {"num_window_blocks": 3, "num_global_blocks": 1, "num_random_blocks": 4}
+    return {"block_size": -(-size // 8), **numbers}
 
 
 def positions(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
-    """Returns a maximum length for the angles of cosFormer, alike for texts of all lengths."""
+    """Returns the maximum length for the angles of cosFormer: 512, or the length if larger."""
     return {"max_length": max(512, length)}
 
 

@@ -47,7 +47,7 @@ def run(
       name: name of the mechanism's function.
       size: C, tokens in a chunk. Zeros and padding fill the last chunk.
       of_head: `(queries, keys, marks, state, parameters) -> (output (M, C, G, Hv), state)` of one
-        key head with G query heads. Its arrays have the dtype of sums.
+        key head with G query heads. Its arrays have `given.dtype`.
       given: the shared arguments.
       queries: pytree of arrays `(*B, T, N, ...)`; `of_head` gets `(M, C, G, ...)`.
       keys: pytree of arrays `(*B, T, K, ...)`; `of_head` gets `(M, C, ...)`.
@@ -59,7 +59,7 @@ def run(
     groups = given.query.shape[-2] // key_heads if key_heads else 0
     *batch, time, heads, _ = mesh_axes.spec(given.value)
 
-    def sums(tree):
+    def widened(tree):
         return jax.tree.map(lambda x: x.astype(given.dtype), tree)
 
     def grouped(x):
@@ -80,14 +80,14 @@ def run(
         out = lax.slice_in_dim(out, 0, length, axis=axes)
         return clear(out, tokens.query_mask).astype(given.value.dtype), state
 
-    of_state = jax.tree.map(
+    state_specs = jax.tree.map(
         lambda x: PartitionSpec(*batch, heads, *[None] * (x.ndim - axes - 1)), state
     )
-    of_queries = mesh_axes.spec(given.query)[-2]
-    specs = PartitionSpec(*batch, time, of_queries, None), of_state
+    query_axis = mesh_axes.spec(given.query)[-2]
+    specs = PartitionSpec(*batch, time, query_axis, None), state_specs
     with jax.named_scope(name):
         out, state = mesh_axes.placed(over_heads, given.query, *specs)(
-            *sums((queries, keys, state, parameters)), given.tokens
+            *widened((queries, keys, state, parameters)), given.tokens
         )
     return checkpoint_name(out, name), state
 
@@ -115,7 +115,7 @@ def _in_chunks(marks: Marks, size: int) -> Marks:
 
 
 def tokens_read(marks: Marks, first: jax.Array) -> jax.Array:
-    """Number of tokens read of the last document, for `first` tokens of document 0 before these."""
+    """Number of tokens of the last document so far, with `first` of document 0 before this call."""
     if not len(marks.present):
         return first
     present, document, position = (x[-1, -1] for x in marks)

@@ -60,12 +60,14 @@ def low_rank_kernel(
 
         2 (C~ w B - (1 + z) (C~ w P) (P^* w B) / (1 + (1 + z) P^* w P))
 
-    where each product sums over modes and their conjugates. These are sums of real numbers: for
-    z = exp(-2i a), s = (2/dt) sin a and c = cos a, a mode and its conjugate with weights b add
+    where each product sums over modes and their conjugates. For z = exp(-2i a), s = (2/dt) sin a
+    and c = cos a, a mode with the term x w in a sum, such as C~_m B_m w_m, and its conjugate, whose
+    w is w', add
 
-        b w + b^* w' = exp(i a) (i s Re(b) - c Re(b L^*)) / ((i s - L c) (i s - L^* c))
+        x w + x^* w' = exp(i a) (i s Re(x) - c Re(x L^*)) / ((i s - L c) (i s - L^* c))
 
-    Time is O(length D (M + log length)), memory O(length D).
+    so the sums over modes are products of real matrices. Time is O(length D (M + log length)),
+    memory O(D (length + M)).
 
     Args:
       rate: L, `(D, M)` complex; the first of each of M conjugate pairs of modes.
@@ -73,14 +75,14 @@ def low_rank_kernel(
       input: B, `(D, M)` complex.
       truncated_output: C~, `(D, M)` complex.
       step_size: dt, `(D,)`.
-      length: number of taps of the kernel.
+      length: number of taps of the kernel, at least 1.
 
     Returns:
       `(length, D)` real.
     """
     count = length // 2 + 1
     blocks = -(-count // _FREQUENCIES)
-    angles = np.pi * (np.arange(blocks * _FREQUENCIES) % (length or 1)) / length
+    angles = np.pi * (np.arange(blocks * _FREQUENCIES) % length) / length
     conjugate = jnp.conj
     pairs = (
         (truncated_output, input),
@@ -90,7 +92,7 @@ def low_rank_kernel(
     )
     weights = jnp.stack([left * right for left, right in pairs], 1)
     weights = jnp.stack([weights.real, (weights * conjugate(rate)[:, None]).real])  # (2, D, 4, M)
-    decay, turn = rate.real[..., None], rate.imag[..., None]  # (D, M, 1)
+    L_real, L_imag = rate.real[..., None], rate.imag[..., None]  # (D, M, 1)
 
     @jax.checkpoint
     def of_block(roots):
@@ -98,7 +100,7 @@ def low_rank_kernel(
         sine, cosine = roots[0][None], roots[1][None]
         s = (2 / step_size)[:, None] * sine
         # 1 / ((r + i p) (r + i q)) for each pair of modes.
-        r, shift = -decay * cosine[:, None], turn * cosine[:, None]
+        r, shift = -L_real * cosine[:, None], L_imag * cosine[:, None]
         p, q = s[:, None] - shift, s[:, None] + shift
         scale = 1 / ((r * r + p * p) * (r * r + q * q))
         inverse = jnp.stack([(r * r - p * q) * scale, -r * (p + q) * scale])  # (2, D, M, n)

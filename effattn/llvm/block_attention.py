@@ -73,7 +73,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
     arrays = "additive", "mask", "positions"
     options = ["activation", "soft_cap", "score_mod"]
     options += ["tile"] if x.layout is None else []
-    options += ["pattern"] if x.layout is None and not hasattr(config.pattern, "layout") else []
+    options += ["pattern"] if x.layout is None and not _has_layout(config.pattern) else []
     given = [name for name in arrays if getattr(x, name) is not None]
     given += [name for name in options if getattr(config, name) is not None]
     given += ["dropout"] if config.dropout_rate else []
@@ -96,8 +96,14 @@ def _is_of_keys(x):
     return queries == 1 and keys == x.key.shape[-3] and x.bias.dtype == _FLOAT32
 
 
+def _has_layout(pattern):
+    """Returns whether a layout can be made from the pattern, for all heads if divided."""
+    is_shared = getattr(pattern, "heads", None) is None
+    return hasattr(pattern, "layout") and (is_shared or not may_be_divided())
+
+
 def _is_known(layout):
-    """Returns whether NumPy has the tiles, for all heads of each device."""
+    """Returns whether the layout is known now, for all examples, and for all heads if divided."""
     *leading, _ = np.shape(layout.partial_counts)
     return not layout.is_traced and len(leading) <= (0 if may_be_divided() else 1)
 
@@ -243,12 +249,12 @@ def _ranges(ids: jax.Array) -> jax.Array:
 
 
 def _tiles_of_steps(direction, x):
-    """Tiles of queries that take the steps of a layout together."""
+    """Number of query tiles in a group, for a call with a layout, before the kernel runs."""
     size, value_size = x.query.shape[-1], x.value.shape[-1]
     features = size + value_size
     if direction == "backward":
         features = 3 * size + 2 * value_size
-    most = _MAX_FLOATS // ((features + 4) * TILE)
+    most = _MAX_FLOATS // ((features + 4) * TILE)  # 4: ids, their range, and two sums of rows
     rows = tiling.known_product(x.query.shape[:-3]) * x.query.shape[-2]
     fair = rows * -(-x.query.shape[-3] // TILE) // (4 * threads())
     return max(1, min(most, fair, _MAX_TILES))
@@ -561,12 +567,15 @@ class _Tile(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of keys: its first key, its number of keys, the range of their ids, and its step."""
+    """A chunk of keys: its first key, its number of keys, and the range of their ids.
+
+    With a layout, `step_offset` is the place of its step in the array of steps.
+    """
 
     first: Any
     keys: Any
     ids: Range
-    step: Any
+    step_offset: Any
 
 
 class _QueryGroup:
@@ -648,21 +657,21 @@ class _QueryGroup:
         start, stop = self._range(self.first, self.row_count)
         near = code.variable(code.false())
         ids = Range(code.variable(code.int32(0)), code.variable(code.int32(0)))
-        steps = (
+        bounds = (
             code.variable(code.div(start, TILE)),
             code.variable(code.ceil(code.max(stop, 0), TILE)),
         )
         with code.when(self._has_steps()):
             row = code.div(code.mul(self.head, job["rows"]), job["heads"])
             place = code.add(code.mul(row, code.add(_group_count(code, job), 1)), self.index)
-            for n, variable in enumerate(steps):
+            for n, variable in enumerate(bounds):
                 code.set(variable, self._entry("starts", code.add(place, n)))
         chunk = code.variable(0)
-        with code.loop(*map(code.get, steps)) as number:
-            step = code.mul(number, code.add(job["group_tiles"], 1))
+        with code.loop(*map(code.get, bounds)) as number:
+            step_offset = code.mul(number, code.add(job["group_tiles"], 1))
             code.set(chunk, number)
             with code.when(self._has_steps()):
-                code.set(chunk, self._entry("steps", step))
+                code.set(chunk, self._entry("steps", step_offset))
             first = code.mul(code.get(chunk), TILE)
             keys = code.min(code.sub(job["keys"], first), TILE)
             code.set(near, code.builder.not_(self._has_ids()))
@@ -676,7 +685,7 @@ class _QueryGroup:
                 for name, size in (("key", job["size"]), ("value", job["value_size"])):
                     target = Rows(self.scratch[name], size)
                     self.ops.copy(self.rows(name, first), target, keys, size)
-                yield _Chunk(first, keys, Range(*map(code.get, ids)), step)
+                yield _Chunk(first, keys, Range(*map(code.get, ids)), step_offset)
 
     @contextlib.contextmanager
     def visible(self, tile: _Tile, chunk: _Chunk) -> Iterator[Any]:
@@ -738,7 +747,7 @@ class _QueryGroup:
         """The entry of a tile in the step of a chunk: see `layouts.Steps`."""
         code = self.code
         place = code.div(code.sub(tile.first, self.first), TILE)
-        return self._entry("steps", code.add(chunk.step, 1, place))
+        return self._entry("steps", code.add(chunk.step_offset, 1, place))
 
     def _entry(self, name, index):
         """Entry of an array of 32-bit integers."""

@@ -28,8 +28,8 @@ class Steps(NamedTuple):
       starts: int32 `(rows, groups + 1)`, the first step of each group, and one past the last step.
       steps: int32 `(steps, 1 + G)`: the tile of keys; for each query tile of the group `SKIPPED`,
         `WHOLE`, or the number of its mask.
-      masks: int32 `(masks, WORDS)`: bit n of words 2 j and 2 j + 1, low bits first, says whether
-        query n of the tile may attend to key j.
+      masks: int32 `(masks, WORDS)`: bit n % 32 of word 2 j + n // 32 says whether query n of the
+        tile may attend to key j.
     """
 
     starts: np.ndarray
@@ -47,12 +47,12 @@ def steps_of(layout: BlockLayout, pattern: Any, offset: int, group: int) -> Step
       group: G.
     """
     queries, keys = (-(-length // TILE) for length in layout.lengths)
-    layouts = layout.partial_counts.size // layout.grid[0]
-    rows = getattr(pattern, "heads", None) or layouts
+    layout_count = layout.partial_counts.size // layout.grid[0]
+    rows = getattr(pattern, "heads", None) or layout_count
     masks = dict[bytes, int]()
     starts, steps = [], [np.zeros((0, 1 + group), np.int32)]
     for head in range(rows):
-        listed = _listed(layout, head * layouts // rows)
+        listed = _listed(layout, head * layout_count // rows)
         row, column = _overlapping(layout, listed[0])
         number = _numbers(layout, pattern, offset, head, listed, (row, column), masks)
         kept = number != SKIPPED
@@ -104,8 +104,9 @@ def _listed(layout, head):
 def _kinds(layout, listed, row, column):
     """Kinds of the cells of tiles, `(n, cells of queries, cells of keys)`.
 
-    A cell is as large as a part of both a tile of the kernels and a tile of the layout. Cells past
-    the ends are those of the last tokens.
+    The sides of a cell are the greatest common divisors of `TILE` and the sides of the layout's
+    tiles, so each cell is in one tile of the layout. Cells past the ends are those of the last
+    tokens.
     """
     codes, kinds = listed
     i, j = (

@@ -1,14 +1,15 @@
 """Linear attention with a state for each level of a Fenwick tree, for one head, in chunks.
 
-Query t at position p reads key s of its document with the weight of their level: 0 for s = t, and
-else the number of the highest bit in which the positions differ, counted from 1. All keys of a
-level before a chunk are one state, and a token in the chunk reads every such state at one level, so
-the states are carried from chunk to chunk, and merged where their levels become one.
+A query reads a key of its document with the weight of their level: 0 for the same token, and else
+the number of the highest bit in which their positions differ, counted from 1. The keys before a
+chunk are summed into one state for each level, as seen from the start of the chunk. A query of the
+chunk has one level for all keys of a state, so these states suffice. From chunk to chunk they move
+to higher levels, and are added up where their levels become one.
 
 Chunks of 2^c tokens that begin at multiples of 2^c need less. All their tokens read a state at the
 same level, there are no states of the levels up to c, and the chunk itself becomes one state.
 
-Shapes: T tokens in chunks of C, G query heads, head dimensions H and Hv, L levels.
+Shapes: M chunks of C tokens, G query heads, head dimensions H and Hv, L levels.
 """
 
 import functools
@@ -37,8 +38,9 @@ def attend(
 
     Args:
       aligned: how many of the chunks, from the first one on, are known to be in one document and
-        to begin at multiples of C = 2^c tokens. Padding counts as tokens there, so states after
-        padding are at higher levels than without it.
+        to begin at multiples of C = 2^c tokens. If it is not 0, `states` are zeros and `first` is
+        0. Padding counts as tokens there, so states after padding are at higher levels than without
+        it.
       precision: precision of the matrix products.
       query: `(M, C, G, H)`.
       key: `(M, C, H)`, zero in the padding.
@@ -85,8 +87,8 @@ def _attend_aligned(dot, arrays, empty):
         read = levels[..., count - buckets :] * decay[:, None, None]
         out += dot("cgbh,bhv->cgv", read[..., None] * query[:, :, None], states)
 
-        # The chunk and the states of the levels below become one state. Their number is that of the
-        # last bits of 1 of the chunk's number.
+        # The chunk and the lowest states become one state, as in a binary counter: as many states
+        # as the chunk's number has bits of 1 at its end.
         merged = lax.population_count(number ^ (number + 1)) - 1
         merged = jnp.minimum(merged, buckets - 1)
         bucket = jnp.arange(buckets)[:, None, None]

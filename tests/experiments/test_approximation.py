@@ -122,6 +122,19 @@ def test_a_window_of_a_size_has_as_many_keys():
         assert left + 1 + right == size
 
 
+@pytest.mark.parametrize("name", ["largest weights", "window", "random blocks", "BigBird"])
+def test_a_query_has_as_many_keys_as_the_size(name):
+    family = approximation.FAMILIES[name]
+    query, key = np.random.default_rng(0).normal(size=(2, 64, 1, 4)).astype(np.float32)
+    options = family.options(16, 64, 4, jax.random.key(0))
+    function = family.mechanism
+    if isinstance(function, str):
+        function = registry.get(function).function
+    counted = (function(query, key, np.eye(64, dtype=np.float32)[:, None], **options) > 0).sum(-1)
+    inside = counted[32:] if name == "BigBird" else counted[16:48]  # blocks that are not global
+    assert inside.max() == 16
+
+
 def test_the_largest_weights_are_better_than_other_choices_of_as_many_keys():
     heads = 2 * np.random.default_rng(0).normal(size=(3, 32, 2, 8)).astype(np.float32)
     names = ["largest weights", "window", "random blocks", "BigBird", "LSH, asymmetric"]

@@ -198,6 +198,16 @@ def test_accelerators_compile_many_layers_before_the_first_is_measured(monkeypat
     assert [programs["of"] for programs in compiled] == [2, 3]
 
 
+def test_a_full_process_forgets_its_programs(tmp_path, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(measuring.machine, "is_full", lambda: True)
+    monkeypatch.setattr(measuring, "forget", lambda: forgotten.append(len(forgotten)))
+    monkeypatch.setattr(measuring, "_compile", lambda layer: {})
+    config = efficiency.Config(directions=("causal",), lengths=(128,))
+    records = efficiency.measure_layers(config, ["softmax", "aft_simple"], tmp_path)
+    assert len(records) == 2 and len(forgotten) == 3  # after each layer, and after the length
+
+
 def test_calls_take_turns():
     order = []
     budget = measuring.Budget(3, 1.0, 1e9)
