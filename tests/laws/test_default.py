@@ -41,6 +41,10 @@ def cases():
                 subject, Extent(way == "causal")
             ):
                 continue
+            if subject.name == "bigbird" and given == ("lengths",):
+                # The naive form is run with documents, which have last blocks of their own. In a
+                # padded row the last blocks are those of the row.
+                continue
             container = CONTAINERS[next(number) % len(CONTAINERS)]
             label = "-".join([str(subject), way, *given, *["x64"] * x64])
             all_or_nothing = given in ((), takes[-1])
