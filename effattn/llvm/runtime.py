@@ -100,8 +100,11 @@ class Signature(NamedTuple):
 
 # The handlers; for each, the module and the function that generate the code.
 HANDLERS = {
-    f"effattn_{core}_{direction}": (f"effattn.llvm.{core}", f"write_{direction}")
-    for core in ("block_attention", "linear_recurrence")
+    f"effattn_{core}_{direction}": (f"effattn.llvm.{module}", f"write_{direction}")
+    for core, module in (
+        ("block_attention", "block_kernels"),
+        ("linear_recurrence", "linear_recurrence"),
+    )
     for direction in ("forward", "backward")
 }
 DTYPES = jnp.float32, jnp.int32  # dtypes of the arrays that handlers read

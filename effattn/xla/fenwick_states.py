@@ -56,7 +56,7 @@ def attend(
     if aligned:
         out, states = _attend_aligned(dot, tuple(x[:aligned] for x in arrays), states)
         outs.append(out)
-    if len(query) > aligned:
+    if len(query) > aligned or not aligned:
         rest, marks = jax.tree.map(lambda x: x[aligned:], (arrays, marks))
         place = first + aligned * query.shape[1]
         out, states = _attend_anywhere(dot, rest, marks, states, first, place)

@@ -79,6 +79,15 @@ def test_chunks_at_multiples_of_powers_of_two_change_nothing(chunk_size, num_lev
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-11), found, right)
 
 
+@pytest.mark.parametrize("return_state", [False, True])
+def test_a_sequence_without_tokens_has_an_empty_output(return_state):
+    given = {name: x[:, :0] for name, x in draw().items()}
+    found = log_linear_attention(**given, return_state=return_state)
+    out, state = found if return_state else (found, None)
+    assert out.shape == (B, 0, N, H)
+    assert state is None or not state.sums.any()
+
+
 def test_decays_of_zero_forget_all_earlier_tokens():
     given = draw()
     given["log_decay"][:, 11] = -np.inf
