@@ -193,22 +193,26 @@ _exact = effattn.dot_product_attention
 _causal_sdpa = functools.partial(_sdpa, is_causal=True)
 
 
-def _scalar_gate(query, key, value):
-    return effattn.gated_linear_attention(query, key, value, log_decay=scalar_gate(key))
+def _scalar_gate(query, key, value, **options):
+    gate = scalar_gate(key)
+    return effattn.gated_linear_attention(query, key, value, log_decay=gate, **options)
 
 
-def _vector_gate(query, key, value):
-    return effattn.gated_linear_attention(query, key, value, log_decay=vector_gate(key))
+def _vector_gate(query, key, value, **options):
+    gate = vector_gate(key)
+    return effattn.gated_linear_attention(query, key, value, log_decay=gate, **options)
 
 
-def _delta(query, key, value):
+def _delta(query, key, value, **options):
     beta = write_strength(key)
-    return effattn.delta_rule_attention(query, unit(key), value, beta=beta)
+    return effattn.delta_rule_attention(query, unit(key), value, beta=beta, **options)
 
 
-def _gated_delta(query, key, value):
+def _gated_delta(query, key, value, **options):
     beta, gate = write_strength(key), scalar_gate(key)
-    return effattn.delta_rule_attention(query, unit(key), value, beta=beta, log_decay=gate)
+    return effattn.delta_rule_attention(
+        query, unit(key), value, beta=beta, log_decay=gate, **options
+    )
 
 
 def _chunked(name: str, *of_key: Callable, normalized: bool = False):
@@ -223,7 +227,7 @@ def _chunked(name: str, *of_key: Callable, normalized: bool = False):
 
 
 def _recurrences(computes: str, ours: Callable, peer: tuple | None = None):
-    """Returns a recurrence, its chunked form in a peer, and exact causal attention."""
+    """Returns a recurrence, here and in XLA and in a peer, and exact causal attention."""
     theirs = (
         ()
         if peer is None
@@ -238,6 +242,7 @@ def _recurrences(computes: str, ours: Callable, peer: tuple | None = None):
     )
     return (
         Contender("effattn", computes, in_jax(ours)),
+        Contender("effattn, XLA", computes, in_jax(ours, implementation="xla")),
         *theirs,
         Contender("effattn, exact", "causal", in_jax(_exact, is_causal=True)),
         Contender("PyTorch SDPA", "causal", in_torch(_causal_sdpa), "torch"),

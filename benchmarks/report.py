@@ -56,8 +56,8 @@ TARGETS = (
     Target("sparse", "forward", 16384, "effattn, exact", _PAIRS[0] / _PAIRS[1] / 2.5),
     Target("linear", "forward", 16384, "effattn, exact", 10.0),
     Target("retention", "forward", 16384, "effattn, exact", 10.0),
-    Target("scalar gate", "forward", 16384, "effattn, exact", 4.0),
-    Target("vector gate", "forward", 16384, "effattn, exact", 3.0),
+    Target("scalar gate", "forward", 16384, "effattn, exact", 15.0),
+    Target("vector gate", "forward", 16384, "effattn, exact", 8.0),
     Target("delta rule", "forward", 16384, "effattn, exact", 4.0),
     Target("gated delta rule", "forward", 16384, "effattn, exact", 4.0),
     *(

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 from effattn import dispatch
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import valid
+from effattn.cores import diagonal_recurrence as diagonal
 from effattn.cores import passed_states, sequence_parts
 from effattn.cores.documents import packed, within_documents
 from effattn.cores.linear_recurrence import IMPLEMENTATIONS, call, linear_recurrence
 from effattn.dispatch.partition import places_of
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, own_chunk
-from effattn.xla.diagonal_recurrence import diagonal_decay, diagonal_recurrence
 from effattn.xla.linear_sum import linear_sum
 
 
@@ -264,10 +264,7 @@ def run(
     def core_of(config):
         def core(*operands):
             # The implementation is chosen here because `within_documents` changes the operands.
-            if attend in _ONLY_IN_XLA:
-                its_call = IMPLEMENTATIONS.call_in_xla(name, _ONLY_IN_XLA[attend])
-            else:
-                its_call = call(name, config, Inputs(*operands))
+            its_call = _CALLS[attend](name, config, Inputs(*operands))
             chosen = dispatch.choose(given.implementation, its_call, places)
             return attend(config._replace(implementations=chosen), *operands)
 
@@ -277,7 +274,7 @@ def run(
         if documents is not None:
             return within_documents(core_of(config), documents, *operands)
         x = Inputs(*operands)
-        total_decay = diagonal_decay if attend is diagonal_recurrence else None
+        total_decay = diagonal.diagonal_decay if attend is diagonal.diagonal_recurrence else None
         state, after = passed_states.before(name, core_of, config, x, total_decay)
         out, state = core_of(config)(*x._replace(state=state))
         return out, state if after is None else after
@@ -293,8 +290,14 @@ def results(out: jax.Array, state: Any, given: Arguments) -> Any:
     return (out, state) if given.return_state else out
 
 
-# Cores that run in XLA only, with the reason why kernels reject their calls.
-_ONLY_IN_XLA: dict[Any, str] = {
-    linear_sum: "takes causal or packed calls, got a bidirectional call without segment_ids",
-    diagonal_recurrence: "takes decays that are equal for all entries of a value, got other decays",
+def _call_in_xla(name, config, x):
+    reason = "takes causal or packed calls, got a bidirectional call without segment_ids"
+    return IMPLEMENTATIONS.call_in_xla(name, reason)
+
+
+# Description of a call of each core.
+_CALLS: dict[Any, Callable[..., dispatch.Call]] = {
+    linear_recurrence: call,
+    linear_sum: _call_in_xla,
+    diagonal.diagonal_recurrence: diagonal.call,
 }

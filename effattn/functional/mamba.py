@@ -9,10 +9,11 @@ from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.cores import recurrence
+from effattn.cores.diagonal_recurrence import diagonal_recurrence
 from effattn.interfaces.linear_recurrence import Terms, clear
 from effattn.naive import over_tokens, with_naive
 from effattn.options import Implementation, Packing, Padding, State, declared
-from effattn.xla.diagonal_recurrence import diagonal_recurrence, own_chunk
+from effattn.xla.diagonal_recurrence import own_chunk
 
 
 class Options(Padding, Packing, State, Implementation, total=False):

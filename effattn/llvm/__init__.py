@@ -4,8 +4,9 @@ XLA runs each matrix product and each pass over the logits as a parallel operati
 all threads wait for each other after every operation. In these kernels a thread runs a whole task,
 from logits to outputs, and the arrays of the task stay in the cache of the thread's core.
 
-- `block_attention`, `linear_recurrence`: the implementations that `effattn.cores` calls, and the
-  code of their kernels.
+- `block_attention`, `linear_recurrence`, `diagonal_recurrence`: the implementations that
+  `effattn.cores` calls; `layouts`, the steps of block layouts.
+- `block_kernels`, `recurrence_kernels`, `diagonal_kernels`: the code of their kernels.
 - `primitive`: a kernel as a JAX primitive.
 - `runtime`: compiles the handlers and registers them with XLA; layout of XLA's C interface.
 - `handlers`: generates XLA FFI handlers, whose tasks run on XLA's thread pool.

@@ -262,12 +262,27 @@ class Code:
     def exp(self, x: Any) -> Any:
         """exp(x) for x <= 88, within 2 units in the last place; 0 below -87.3, NaN for NaN.
 
-        Cody and Waite's range reduction, with the polynomial of the Cephes library: with
-        x = n log 2 + r and |r| <= log(2) / 2, exp(x) = 2^n exp(r), and a polynomial gives exp(r).
         Below -87.3 the result is not a normal float32.
         """
+        power, r, scale = self._powers(x)
+        square = self.builder.fmul(r, r)
+        power = self.multiply_add(power, square, self.builder.fadd(r, self.number(1.0)))
+        return self._where_normal(x, self.builder.fmul(power, scale), 0.0)
+
+    def exp_minus_one(self, x: Any) -> Any:
+        """exp(x) - 1 for x <= 88, which keeps its digits near 0; -1 below -87.3, NaN for NaN."""
+        power, r, scale = self._powers(x)
+        less_one = self.multiply_add(power, self.builder.fmul(r, r), r)
+        of_scale = self.builder.fsub(scale, self.number(1.0))
+        return self._where_normal(x, self.multiply_add(less_one, scale, of_scale), -1.0)
+
+    def _powers(self, x):
+        """P(r), r and 2^n, with exp(x) = 2^n (1 + r + r^2 P(r)).
+
+        Cody and Waite's range reduction, with the polynomial of the Cephes library: with
+        x = n log 2 + r and |r| <= log(2) / 2, exp(x) = 2^n exp(r), and a polynomial gives exp(r).
+        """
         builder, number = self.builder, self.number
-        below = builder.fcmp_ordered("<", x, number(-87.33654))
         # 1.5 * 2^23 plus a float is rounded to an integer, which is in the lowest bits of the sum.
         shift = number(12582912.0)
         shifted = self.multiply_add(x, number(1.4426950408889634), shift)
@@ -283,12 +298,33 @@ class Code:
             0.5,
         ):
             power = self.multiply_add(power, r, number(coefficient))
-        power = self.multiply_add(power, builder.fmul(r, r), builder.fadd(r, number(1.0)))
         bits = builder.bitcast(shifted, self.integers)
         exponent = builder.add(bits, ir.Constant(self.integers, [127] * self.lanes))
         exponent = builder.shl(exponent, ir.Constant(self.integers, [23] * self.lanes))
-        value = builder.fmul(power, builder.bitcast(exponent, self.vector))
-        return builder.select(below, number(0.0), value)
+        return power, r, builder.bitcast(exponent, self.vector)
+
+    def _where_normal(self, x, value, otherwise):
+        below = self.builder.fcmp_ordered("<", x, self.number(-87.33654))
+        return self.builder.select(below, self.number(otherwise), value)
+
+    def sum_of_lanes(self, vector: Any) -> Any:
+        """Sum of the lanes of a vector, in any order."""
+        kind = ir.FunctionType(FLOAT, [FLOAT, self.vector])
+        reduce = self._declared(f"llvm.vector.reduce.fadd.v{self.lanes}f32", kind)
+        return self.builder.call(reduce, [FLOAT(0.0), vector], fastmath=["reassoc"])
+
+    def pieces(self, size: Any, lengths: Sequence[int]) -> Iterator[tuple[Any, int]]:
+        """Splits range(size) into as many pieces of the first length as fit, then of the next.
+
+        For each length, the code that the caller generates is the body of a loop over the starts of
+        the pieces.
+        """
+        start: Any = 0
+        for length in lengths:
+            with self.loop(start, self.sub(size, length - 1), length) as index:
+                yield index, length
+            whole = self.div(self.sub(size, start), length)
+            start = self.add(start, self.mul(whole, length))
 
 
 # Products of small float32 matrices, C (m, n) = A (m, k) B (k, n): most of the kernels' work.
@@ -318,7 +354,7 @@ def write_product(
     """Generates a matrix product of float32.
 
     The function's arguments are (m, n, k, A, row stride of A, column stride of A, B, row stride of
-    B, C, row stride of C, decay).
+    B, C, row stride of C, factors).
 
     Args:
       module: receives the function.
@@ -327,11 +363,12 @@ def write_product(
       widths: numbers of vectors of a row of C that are kept in registers: columns are split into
         as many blocks of the first width as fit, then of the next. The last width times the lanes
         divides n.
-      update: "set" for C = A B, "add" for C += A B, "decay" for C = C * decay + A B; `decay (n)`.
+      update: "set" for C = A B, "add" for C += A B, "decay" for C = C * factors + A B, with one
+        factor for each column.
     """
     arguments = [INT, INT, INT, POINTER, INT, INT, POINTER, INT, POINTER, INT, POINTER]
     code = Code(module, name, arguments, lanes)
-    m, n, k, a, a_row, a_column, b, b_row, c, c_row, decay = code.arguments
+    m, n, k, a, a_row, a_column, b, b_row, c, c_row, factors = code.arguments
 
     def block(i, j, rows, width):
         totals = [code.variable(code.number(0.0)) for _ in range(rows * width)]
@@ -351,28 +388,14 @@ def write_product(
             for v in range(width):
                 total = code.get(totals[r * width + v])
                 if update == "decay":
-                    factor = code.load_vector(decay, code.add(j, v * lanes))
+                    factor = code.load_vector(factors, code.add(j, v * lanes))
                     total = code.multiply_add(code.load_vector(to, v * lanes), factor, total)
                 elif update == "add":
                     total = code.builder.fadd(code.load_vector(to, v * lanes), total)
                 code.store_vector(total, to, v * lanes)
 
-    for j, columns in _pieces(code, n, [width * lanes for width in widths]):
-        for i, rows in _pieces(code, m, [ROWS, 4, 2, 1]):
+    for j, columns in code.pieces(n, [width * lanes for width in widths]):
+        for i, rows in code.pieces(m, [ROWS, 4, 2, 1]):
             block(i, j, rows, columns // lanes)
     code.builder.ret_void()
     return code.function
-
-
-def _pieces(code: Code, size: Any, lengths: Sequence[int]) -> Iterator[tuple[Any, int]]:
-    """Splits range(size) into as many pieces of the first length as fit, then of the next.
-
-    For each length, the code that the caller generates is the body of a loop over the starts of the
-    pieces.
-    """
-    start: Any = 0
-    for length in lengths:
-        with code.loop(start, code.sub(size, length - 1), length) as index:
-            yield index, length
-        whole = code.div(code.sub(size, start), length)
-        start = code.add(start, code.mul(whole, length))

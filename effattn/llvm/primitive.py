@@ -105,3 +105,16 @@ def kernel(
     mlir.register_lowering(primitive, lower_here, platform="cpu")
     batching.primitive_batchers[primitive] = batched
     return run
+
+
+def in_first_part(gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A gradient `(..., heads, size)` as the parts that a kernel gives: the first has the whole.
+
+    Kernels give a gradient of shared heads as several parts of each head, with more heads in
+    `shape`.
+    """
+    if gradient.shape == shape:
+        return gradient
+    *outer, heads, size = gradient.shape
+    zeros = jnp.zeros_like(gradient, shape=(*outer, heads, shape[-2] // heads - 1, size))
+    return jnp.concatenate([gradient[..., None, :], zeros], -2).reshape(shape)

@@ -103,7 +103,8 @@ HANDLERS = {
     f"effattn_{core}_{direction}": (f"effattn.llvm.{module}", f"write_{direction}")
     for core, module in (
         ("block_attention", "block_kernels"),
-        ("linear_recurrence", "linear_recurrence"),
+        ("linear_recurrence", "recurrence_kernels"),
+        ("diagonal_recurrence", "diagonal_kernels"),
     )
     for direction in ("forward", "backward")
 }

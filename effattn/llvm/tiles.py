@@ -1,4 +1,4 @@
-"""Operations on tiles: copies, transposes, masks, the softmax and its gradient, quotients.
+"""Operations on tiles: copies, transposes, masks, the softmax and its gradient.
 
 A tile has up to `TILE` queries, which are the lanes of vectors, and attends to chunks of up to
 `TILE` keys. An array of query-key pairs, such as the logits, has `TILE` elements for each key, one
@@ -15,10 +15,7 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
 
 TILE = 64
 WORDS = 2 * TILE  # 32-bit words of a mask of a tile: 64 bits for each key
-LOWEST, SMALLEST = (
-    -3.4028234663852886e38,
-    2.0**-126,
-)  # the lowest and the smallest positive normal float32
+LOWEST = -3.4028234663852886e38  # the lowest float32
 
 
 class Rows(NamedTuple):
@@ -210,18 +207,6 @@ class TileOps:
         shown = code.builder.select(sees, code.load_vector(logits, at), hidden)
         code.store_vector(shown, logits, at)
 
-    def mask_causal(self, pairs: Any, keys: Any) -> None:
-        """Sets pairs to zero where the key is after the query; both are of one chunk."""
-        code, builder = self.code, self.code.builder
-        with code.loop(0, keys) as j:
-            key = code.all_lanes(builder.trunc(j, code.int32))
-            for v in self.vectors:
-                at = code.add(code.mul(j, TILE), v)
-                query = code.integer_vector(range(v, v + self.lanes))
-                sees = builder.icmp_signed("<=", key, query)
-                shown = builder.select(sees, code.load_vector(pairs, at), code.number(0.0))
-                code.store_vector(shown, pairs, at)
-
     # Softmax
 
     def softmax_step(self, logits: Any, keys: Any, largest: Any, total: Any, decay: Any) -> None:
@@ -279,54 +264,6 @@ class TileOps:
                 change = builder.fsub(code.load_vector(d_weights, at), same)
                 code.store_vector(weights, logits, at)
                 code.store_vector(builder.fmul(weights, change), d_weights, at)
-
-    # Quotients
-
-    def multiply(self, array: Any, rows: Any, factors: Any) -> None:
-        """Multiplies the elements of each query by the query's factor."""
-        code = self.code
-        per_query = [code.load_vector(factors, v) for v in self.vectors]
-        with code.loop(0, rows) as row:
-            for factor, v in zip(per_query, self.vectors, strict=True):
-                at = code.add(code.mul(row, TILE), v)
-                code.store_vector(code.builder.fmul(code.load_vector(array, at), factor), array, at)
-
-    def divide_by_row(self, array: Any, rows: Any) -> None:
-        """Divides rows by the row after them, which is replaced by its inverse: see `_invert`."""
-        last = self.code.address(array, self.code.mul(rows, TILE))
-        self._invert(last)
-        self.multiply(array, rows, last)
-
-    def quotient_gradient(self, out: Any, d_out: Any, rows: Any) -> None:
-        """Gradient of y = u / z, where u are rows of `out` and z is the row after them.
-
-        `d_out` holds dy. It is replaced by du = dy / z, and the row after it by dz = -(dy . y) / z.
-        The row z of `out` is replaced by 1 / z.
-        """
-        code, builder = self.code, self.code.builder
-        last, d_last = (code.address(a, code.mul(rows, TILE)) for a in (out, d_out))
-        self._invert(last)
-        self.multiply(d_out, rows, last)
-        totals = [code.variable(code.number(0.0)) for _ in self.vectors]
-        with code.loop(0, rows) as row:
-            for total, v in zip(totals, self.vectors, strict=True):
-                at = code.add(code.mul(row, TILE), v)
-                factors = code.load_vector(out, at), code.load_vector(d_out, at)
-                code.set(total, code.multiply_add(*factors, code.get(total)))
-        for total, v in zip(totals, self.vectors, strict=True):
-            change = builder.fmul(code.get(total), code.load_vector(last, v))
-            code.store_vector(builder.fsub(code.number(0.0), change), d_last, v)
-
-    def _invert(self, array):
-        """Inverts elements; subnormal numbers, which have too few bits, become zero."""
-        code, builder = self.code, self.code.builder
-        zero, one = code.number(0.0), code.number(1.0)
-        for v in self.vectors:
-            number = code.load_vector(array, v)
-            size = code.maximum(number, builder.fsub(zero, number))
-            small = builder.fcmp_ordered("<", size, code.number(SMALLEST))
-            inverse = builder.fdiv(one, builder.select(small, one, number))
-            code.store_vector(builder.select(small, zero, inverse), array, v)
 
 
 def _transpose_block(code: Code, block: Sequence[Any]) -> list[Any]:

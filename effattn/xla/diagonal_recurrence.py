@@ -1,9 +1,4 @@
-"""Diagonal (elementwise) recurrence: every entry of the state has a decay of its own per token.
-
-For one head, with queries and keys of F features, values and steps dt of D, and rates A `(F, D)`:
-
-    S_t = exp(A * dt_t) * S_(t-1) + k_t (dt_t * v_t)^T        (F, D), * elementwise
-    y_t = S_t^T q_t
+"""The diagonal recurrence in XLA: see `effattn.cores.diagonal_recurrence`.
 
 The decay between two tokens differs for every entry of the state, so matrix products cannot compute
 the recurrence. The implementation is a scan over chunks of tokens. It saves the states between
@@ -21,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays import mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.linear_map import with_derivatives
-from effattn.interfaces.linear_recurrence import Config, Inputs, Tokens, clear
+from effattn.interfaces.linear_recurrence import Config, Tokens, clear
 from effattn.xla.linear_scan import chunk_states
 
 # Tokens in a chunk; on a CPU few, so that their decays and states fit in its cache.
@@ -41,40 +35,12 @@ def own_chunk() -> int:
 def diagonal_recurrence(
     config: Config, parameters: Any, state: jax.Array, queries: Any, keys: Any, tokens: Tokens
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal diagonal recurrence: every query reads the keys and values up to its own token.
-
-    Args:
-      config: static configuration; `config.chunk` is the number of tokens in a chunk.
-      parameters: the rates A, `(K, D, F)`.
-      state: the state before the first token, `(*B, K, F, D)`. All sums have the dtype of the
-        state.
-      queries: `(*B, T, N, F)`.
-      keys: keys `(*B, T, K, F)`, values `(*B, T, K, D)` and steps dt `(*B, T, K, D)`.
-      tokens: padding masks and starts of packed documents.
-
-    Returns:
-      `(output (*B, T, N, D), state after the last token)`; the output has `config.dtype`.
-    """
-    arguments = parameters, state, queries, keys, tokens
-    A, state, query, keys, tokens = mesh_axes.vary_alike(arguments)
-    return _recurrence(config, A, state, query, keys, tokens)
-
-
-def diagonal_decay(x: Inputs) -> jax.Array:
-    """Product of the decays of all tokens, exp(A * sum_t dt_t), `(*B, K, F, D)`."""
-    dtype, mask = x.state.dtype, None if x.tokens is None else x.tokens.key_mask
-    total = clear(x.keys, mask)[2].astype(dtype).sum(x.state.ndim - 3)
-    A = jnp.swapaxes(x.parameters.astype(dtype), -1, -2)
-    return jnp.exp(lead(A, x.state.ndim) * total[..., None, :])
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _recurrence(config, A, state, query, keys, tokens):
-    axis, length, dtype = state.ndim - 3, query.shape[state.ndim - 3], state.dtype
-    query = clear(query, tokens.query_mask)
+    """The output and the state after the last token: see `effattn.cores.diagonal_recurrence`."""
+    axis, length, dtype = state.ndim - 3, queries.shape[state.ndim - 3], state.dtype
+    query = clear(queries, tokens.query_mask)
     # A padding token has a step of zero, which leaves the state unchanged.
     key, value, dt = clear(keys, tokens.key_mask)
-    A = jnp.swapaxes(A.astype(dtype), -1, -2)
+    A = jnp.swapaxes(parameters.astype(dtype), -1, -2)
     chunk = max(1, min(config.chunk, length))
 
     def in_chunks(x):

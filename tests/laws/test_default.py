@@ -73,9 +73,8 @@ def test_which_mechanisms_take_kernels_for_cpus(subject):
         return jax.make_jaxpr(lambda a: functions.call(subject, extent, a, {}))(arrays)
 
     ways = [way == "causal" for way in ("causal", "bidirectional") if subject.has(way)]
-    has_kernel = any(
-        "effattn_block_att" in str(j) or "effattn_linear_rec" in str(j) for j in map(forward, ways)
-    )
+    kernels = "effattn_block_att", "effattn_linear_rec", "effattn_diagonal_rec"
+    has_kernel = any(kernel in str(j) for j in map(forward, ways) for kernel in kernels)
     assert has_kernel == (subject.name in WITH_KERNELS)
 
 

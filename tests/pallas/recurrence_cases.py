@@ -22,8 +22,8 @@ PACKED = [[1] * 3 + [2] * 60 + [5] * 40, [0] * 2 + [7] * 62 + [3] + [4] * 31 + [
 def draw(length, decay, heads, sizes, normalized=False, form="plain", seed=0):
     """Terms and a state, float32, for two examples: N, K and V heads, F features and D values.
 
-    The form is "plain", "bonus" or "delta"; a token of the delta form removes about half of the
-    state along its key.
+    The form is "plain", "bonus", "delta" or "own"; a token of the delta form removes about half of
+    the state along its key, and "own" is a delta form whose removed vectors differ from the keys.
     """
     rng = np.random.default_rng(seed)
     (queries, keys, values), (features, size) = heads, sizes
@@ -45,9 +45,12 @@ def draw(length, decay, heads, sizes, normalized=False, form="plain", seed=0):
         log_decay,
         numbers(keys, features, low=low) if form == "bonus" else None,
     )
-    if form == "delta":
+    if form in ("delta", "own"):
         along = terms.key / (2 * np.sum(terms.key**2, -1, keepdims=True))
         terms = terms._replace(recalled=along + numbers(*terms.key.shape) / (4 * features))
+    if form == "own":
+        turned = terms.key + numbers(*terms.key.shape) / 4
+        terms = terms._replace(removed=turned.astype(np.float32))
     return terms, numbers(2, values, features, size + normalized, low=low)
 
 

@@ -1,0 +1,142 @@
+"""The diagonal recurrence by the CPU kernels, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn.llvm import runtime
+from effattn.testing.functions import assert_close
+
+pytestmark = pytest.mark.skipif(
+    runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
+)
+
+# Batch, tokens, query heads, key heads, features and values; and options.
+CASES = {
+    "a token": ((1,), 1, 1, 1, 3, 2, {}),
+    "whole pieces": ((), 64, 1, 1, 16, 128, {}),
+    "a piece and a part": ((2,), 70, 1, 1, 16, 130, {}),
+    "groups": ((2,), 33, 4, 2, 5, 70, {}),
+    "lengths": (
+        (2,),
+        40,
+        2,
+        1,
+        4,
+        8,
+        {"query_seq_lengths": np.array([40, 7]), "key_value_seq_lengths": np.array([33, 7])},
+    ),
+    "documents": (
+        (2, 1),
+        70,
+        1,
+        1,
+        4,
+        20,
+        {"segment_ids": np.array([[[1] * 20 + [2] * 50], [[0] * 3 + [4] * 60 + [1] * 7]])},
+    ),
+}
+
+
+def arrays_of(case, dtype):
+    batch, tokens, heads, key_heads, features, values, _ = case
+    rng = np.random.default_rng(tokens)
+    arrays = {
+        "query": rng.normal(size=(*batch, tokens, heads, features)),
+        "key": rng.normal(size=(*batch, tokens, key_heads, features)),
+        "value": rng.normal(size=(*batch, tokens, key_heads, values)),
+        "step_size": rng.random(size=(*batch, tokens, key_heads, values)),
+        "rate": -rng.random(size=(key_heads, values, features)) * 4,
+        "initial_state": rng.normal(size=(*batch, key_heads, features, values)),
+    }
+    return {name: x.astype(np.float32).astype(dtype) for name, x in arrays.items()}
+
+
+def run(case, implementation, dtype):
+    """Output, final state, and the gradients of all arrays."""
+    call = functools.partial(
+        effattn.selective_scan, return_state=True, implementation=implementation, **case[-1]
+    )
+
+    def with_gradients(arrays):
+        results, pull_back = jax.vjp(lambda given: call(**given), arrays)
+        cotangents = [(np.arange(x.size).reshape(x.shape) % 7 - 3) / 4 for x in results]
+        return results, pull_back(tuple(x.astype(dtype) for x in cotangents))
+
+    return jax.jit(with_gradients)(arrays_of(case, dtype))
+
+
+def exact(case):
+    with jax.enable_x64(True):
+        return run(case, "xla", np.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_agrees_with_float64(name):
+    assert_close(run(CASES[name], "llvm", np.float32), exact(CASES[name]), 2e-6)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_vectors_of_every_width_agree(lanes, monkeypatch):
+    """The test covers the widths that this processor has."""
+    if lanes > runtime.lanes():
+        pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
+    monkeypatch.setattr(runtime, "lanes", lambda: lanes)
+    jax.clear_caches()
+    case = CASES["groups"]
+    assert_close(run(case, "llvm", np.float32), exact(case), 2e-6)
+
+
+def test_a_rate_that_is_mapped_has_gradients_of_its_own():
+    """Under `vmap`, the arrays of one example belong to the rate of that example."""
+    given = arrays_of(CASES["whole pieces"], np.float32)
+    rates = np.stack([given["rate"], given["rate"] / 2])
+
+    def gradient(rate, implementation):
+        def loss(rate):
+            arrays = {**given, "rate": rate}
+            return jnp.sum(effattn.selective_scan(**arrays, implementation=implementation) ** 2)
+
+        return jax.grad(loss)(rate)
+
+    ours = jax.vmap(functools.partial(gradient, implementation="llvm"))(rates)
+    expected = jnp.stack([gradient(rate, "xla") for rate in rates])
+    assert_close(ours, expected, 1e-5)
+
+
+def test_hessians_are_those_of_xla():
+    given = arrays_of(((), 20, 1, 1, 2, 3, {}), np.float32)
+
+    def loss(step, implementation):
+        arrays = {**given, "step_size": step}
+        return jnp.sum(effattn.selective_scan(**arrays, implementation=implementation) ** 2)
+
+    ours, theirs = (jax.hessian(loss)(given["step_size"], name) for name in ("llvm", "xla"))
+    assert_close(ours, theirs, 1e-5)
+
+
+def test_its_memory_is_that_of_arguments_and_results():
+    """The states that the backward pass saves are memory of the kernel, 1/32 of all states."""
+
+    def temporaries(tokens):
+        of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        shapes = [of((1, tokens, 1, size)) for size in (16, 16, 128, 128)]
+
+        def call(query, key, value, step):
+            rate = -jnp.ones((1, 128, 16))
+            options = {"step_size": step, "rate": rate, "implementation": "llvm"}
+            return effattn.selective_scan(query, key, value, **options)
+
+        return jax.jit(call).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(16384) <= temporaries(1024) + 2**20
+
+
+def test_it_says_what_it_does_not_take():
+    given = arrays_of(CASES["a token"], jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="takes float32, got bfloat16"):
+        effattn.selective_scan(**given, implementation="llvm")
