@@ -431,7 +431,7 @@ FUNCTIONS = {
         variants={"": {"num_steps": 12}},
         arguments=lambda rng, sizes: {
             **strengths_and_decays(rng, sizes),
-            "regulariser": rng.uniform(0.5, 1.5, size=(sizes.key_heads, sizes.size)),
+            "regulariser": rng.uniform(1, 2, size=(sizes.key_heads, sizes.size)),
         },
         decays=frozenset({"log_decay"}),
         initial_state=after_keys,

@@ -6,7 +6,9 @@ from logits to outputs, and the arrays of the task stay in the cache of the thre
 
 - `block_attention`, `linear_recurrence`, `diagonal_recurrence`: the implementations that
   `effattn.cores` calls; `layouts`, the steps of block layouts.
-- `block_kernels`, `recurrence_kernels`, `diagonal_kernels`: the code of their kernels.
+- `mesa`: the linear equations of a Mesa layer.
+- `block_kernels`, `recurrence_kernels`, `diagonal_kernels`, `mesa_kernel`: the code of the kernels;
+  `recurrence_scan`, `recurrence_walks`: parts of those of recurrences.
 - `primitive`: a kernel as a JAX primitive.
 - `runtime`: compiles the handlers and registers them with XLA; layout of XLA's C interface.
 - `handlers`: generates XLA FFI handlers, whose tasks run on XLA's thread pool.

@@ -85,7 +85,7 @@ def _run(config, chunk, parameters, state, queries, keys, tokens):
     if tokens.starts is not None:
         if log_decay is None:
             log_decay = jnp.zeros_like(terms.value, shape=(*terms.value.shape[:-1], 1))
-        # What reads the state before its token finds none at the start of a document.
+        # The first token of a document finds no state before it.
         log_decay = jnp.where(tokens.starts[..., None, None], -jnp.inf, log_decay)
         recalled = clear(recalled, ~tokens.starts)
         query = query if terms.bonus is None else clear(query, ~tokens.starts)
@@ -111,12 +111,12 @@ def _before_each_token(query, key, value, state, *others):
     output, after = _recurrence(rest, key, value, state, *others)
     heads = output.shape[-2]
     of_first = _spread(query[..., 0, :, :], heads, -2), _spread(state, heads, -3)
-    first = jnp.einsum("...nf,...nfd->...nd", *of_first, precision=jax.lax.Precision.HIGHEST)
+    first = jnp.einsum("...hf,...hfv->...hv", *of_first, precision=jax.lax.Precision.HIGHEST)
     return jnp.concatenate([first[..., None, :, :], output[..., :-1, :, :]], time), after
 
 
 def _own(terms, heads):
-    """What the bonus adds to the output: (q . diag(u) k) v of each token."""
+    """The share of the bonus in the output: (q . diag(u) k) v of each token."""
     bonus = lead(terms.bonus, terms.key.ndim)
     found = terms.query, terms.key * bonus, terms.value
     query, key, value = (_spread(x, heads, -2) for x in found)

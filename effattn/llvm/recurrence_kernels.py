@@ -133,7 +133,7 @@ def _pull_back_chunk(code: Code, scan: Scan) -> None:
     one = code.float32(1.0)
     written = Rows(scratch["written"], scan.value_width)
     ops.transpose(written, Rows(scratch["written_t"], WRITES), scan.writes, job["values"], one)
-    # What the state after the chunk says of the writes, and of the decay of the state before it
+    # Gradients of the writes, and of the decay of the state, through the state after the chunk
     scan.decay_writes()
     scan.multiply("kept", "features", "d_state", "values", "d_written", rows=scan.writes)
     scan.multiply("written", "values", "d_state_t", "features", "d_kept", rows=scan.writes)

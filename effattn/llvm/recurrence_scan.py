@@ -28,6 +28,7 @@ class Scan:
       query_head, out_head: the current query head, and the head of its output.
       chunk, first, tokens: number of the chunk, its first token, and its number of tokens.
       sets, writes: 1, or 2 if `removed` is given; and rows of writes, `sets` times `tokens`.
+      is_delta, has_removed: whether `recalled` and `removed` are given, if they are arguments.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Scan:
         self.width, self.value_width = (
             code.round_to_lanes(job[size]) for size in ("features", "values")
         )
-        self.is_delta = code.less(0, job["recalled_size"])
-        self.has_removed = code.less(0, job["removed_size"])
-        self.sets = code.add(
-            code.builder.select(self.has_removed, code.integer(1), code.integer(0)), 1
-        )
+        self.sets = code.integer(1)
+        if "removed" in self.examples:
+            self.is_delta = code.less(0, job["recalled_size"])
+            self.has_removed = code.less(0, job["removed_size"])
+            one_more = code.builder.zext(self.has_removed, code.integer(0).type)
+            self.sets = code.add(one_more, 1)
         self.query_head = self.out_head = self.chunk = self.first = code.integer(0)
         self.tokens = self.writes = code.integer(0)
         with code.loop(0, self.width, code.lanes) as f:
@@ -304,13 +306,19 @@ class Scan:
             self.writes = code.mul(self.sets, self.tokens)
             self.read("key", self.key_head, "writes")
             self.read("value", self.head, "written")
-            with code.when(self.has_removed):
-                self.read("removed", self.key_head, "writes", first=self.tokens)
-                second = self._row(self.scratch["written"], self.tokens)
-                self.ops.fill(second, code.mul(self.tokens, self.value_width))
+            if "removed" in self.examples:
+                self._read_removed()
             with code.when(code.less(0, job["decays"])):
                 self.read_decays()
             yield
+
+    def _read_removed(self):
+        """Reads the second set of writes, whose values are not known yet, if it is given."""
+        code = self.code
+        with code.when(self.has_removed):
+            self.read("removed", self.key_head, "writes", first=self.tokens)
+            second = self._row(self.scratch["written"], self.tokens)
+            self.ops.fill(second, code.mul(self.tokens, self.value_width))
 
     @contextlib.contextmanager
     def heads(self) -> Iterator[None]:

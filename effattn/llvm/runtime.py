@@ -107,7 +107,7 @@ HANDLERS = {
         ("diagonal_recurrence", "diagonal_kernels"),
     )
     for direction in ("forward", "backward")
-}
+} | {"effattn_mesa_forward": ("effattn.llvm.mesa_kernel", "write_forward")}
 DTYPES = jnp.float32, jnp.int32  # dtypes of the arrays that handlers read
 
 _lock = threading.Lock()

@@ -1,0 +1,142 @@
+"""The linear equations of a Mesa layer by the CPU kernel, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn.llvm import mesa, runtime
+from effattn.testing.functions import assert_close
+
+pytestmark = pytest.mark.skipif(
+    runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
+)
+
+# Batch, tokens, query heads, key heads, features and values; steps, and options.
+CASES = {
+    "a token": ((1,), 1, 1, 1, 3, 2, 8, {}),
+    "chunks and a part": ((2,), 37, 2, 2, 8, 5, 30, {}),
+    "groups": ((), 32, 4, 2, 20, 12, 40, {}),
+    "three steps": ((2,), 37, 2, 1, 17, 5, 3, {}),
+    "documents": (
+        (2,),
+        37,
+        2,
+        1,
+        8,
+        5,
+        30,
+        {"segment_ids": np.array([[1] * 20 + [2] * 17, [0] * 3 + [4] * 30 + [1] * 4])},
+    ),
+    "lengths": (
+        (2,),
+        20,
+        2,
+        2,
+        8,
+        5,
+        30,
+        {"query_seq_lengths": np.array([20, 7]), "key_value_seq_lengths": np.array([18, 7])},
+    ),
+}
+
+
+def arrays_of(case, dtype):
+    batch, tokens, heads, key_heads, features, values, _, _ = case
+    rng = np.random.default_rng(tokens)
+    key = rng.normal(size=(*batch, tokens, key_heads, features))
+    arrays = {
+        "query": rng.normal(size=(*batch, tokens, heads, features)),
+        "key": key / np.linalg.norm(key, axis=-1, keepdims=True),
+        "value": rng.normal(size=(*batch, tokens, key_heads, values)),
+        "beta": rng.random((*batch, tokens, key_heads)),
+        "log_decay": -rng.random((*batch, tokens, key_heads)) / 4,
+        "regulariser": 0.3 + rng.random((key_heads, features)),
+    }
+    return {name: x.astype(np.float32).astype(dtype) for name, x in arrays.items()}
+
+
+def run(case, implementation, dtype):
+    """The output, the state, and the gradients of all arrays."""
+    *_, steps, options = case
+    call = functools.partial(
+        effattn.mesa_attention,
+        num_steps=steps,
+        return_state=True,
+        implementation=implementation,
+        **options,
+    )
+
+    def with_gradients(arrays):
+        results, pull_back = jax.vjp(lambda given: call(**given), arrays)
+        cotangents = jax.tree.map(
+            lambda x: ((np.arange(x.size).reshape(x.shape) % 7 - 3) / 4).astype(dtype), results
+        )
+        return results, pull_back(cotangents)
+
+    return jax.jit(with_gradients)(arrays_of(case, dtype))
+
+
+def exact(case):
+    with jax.enable_x64(True):
+        return run(case, "xla", np.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_agrees_with_as_many_steps_in_float64(name):
+    assert_close(run(CASES[name], "llvm", np.float32), exact(CASES[name]), 1e-5)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_vectors_of_every_width_agree(lanes, monkeypatch):
+    """The test covers the widths that this processor has."""
+    if lanes > runtime.lanes():
+        pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
+    monkeypatch.setattr(runtime, "lanes", lambda: lanes)
+    jax.clear_caches()
+    case = CASES["groups"]
+    assert_close(run(case, "llvm", np.float32), exact(case), 1e-5)
+
+
+def test_a_token_stops_where_little_is_left_to_solve(monkeypatch):
+    """With a coarse limit, a thousand steps give what few steps give."""
+    case = CASES["groups"]
+    given = arrays_of(case, np.float32)
+    call = functools.partial(effattn.mesa_attention, **given, implementation="llvm")
+    fine = call(num_steps=1000)
+    monkeypatch.setattr(mesa, "_RESOLVED", 0.01)
+    jax.clear_caches()
+    coarse = call(num_steps=1000)
+    assert 1e-3 < np.abs(coarse - fine).max() < 0.5
+    jax.clear_caches()
+
+
+def test_no_token_before_a_change_notices_it():
+    """Earlier outputs stay equal bit for bit, though the tokens of a chunk are solved together."""
+    given = arrays_of(CASES["groups"], np.float32)
+    call = functools.partial(effattn.mesa_attention, implementation="llvm")
+    changed = {name: np.array(x) for name, x in given.items()}
+    for name in ("query", "key", "value"):
+        changed[name][5:] *= 7
+    before, after = call(**given), call(**changed)
+    np.testing.assert_array_equal(before[:5], after[:5])
+    assert (before[5] != after[5]).any()
+
+
+def test_a_query_of_zeros_has_an_output_of_zeros():
+    given = arrays_of(CASES["groups"], np.float32)
+    given["query"] = 0 * given["query"]
+    out = effattn.mesa_attention(**given, implementation="llvm")
+    np.testing.assert_array_equal(out, 0)
+
+
+def test_under_vmap_the_shared_arrays_stay_shared():
+    given = arrays_of(CASES["groups"], np.float32)
+    call = functools.partial(effattn.mesa_attention, implementation="llvm")
+    queries = jnp.stack([given["query"], 2 * given["query"]])
+    ours = jax.vmap(lambda query: call(**{**given, "query": query}))(queries)
+    expected = jnp.stack([call(**{**given, "query": query}) for query in queries])
+    assert_close(ours, expected, 1e-6)
