@@ -28,9 +28,9 @@ from effattn.xla import tiling
 
 LIMITS = dispatch.Limits(
     ("float32",),
-    others="llvmlite; no options beyond causality, windows, lengths, documents, a bias of keys and "
-    "layouts, which must be known when the program is traced, and be shared by all examples and, "
-    "on several devices, by all heads; static query_offset and scale",
+    others="llvmlite; no options beyond causality, windows, lengths, documents, a bias of keys or "
+    "of pairs, a soft cap and layouts, which must be known when the program is traced, and be "
+    "shared by all examples and, on several devices, by all heads; static query_offset and scale",
 )
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -42,7 +42,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
         if reason := LIMITS.refusal(array.dtype):
             return reason
     arrays = "additive", "mask", "positions"
-    options = ["activation", "soft_cap", "score_mod"]
+    options = ["activation", "score_mod"]
     options += ["tile"] if x.layout is None else []
     options += ["pattern"] if x.layout is None and not _has_layout(config.pattern) else []
     given = [name for name in arrays if getattr(x, name) is not None]
@@ -50,7 +50,9 @@ def refusal(config: Config, x: Inputs) -> str | None:
     given += ["dropout"] if config.dropout_rate else []
     given += ["a traced scale"] if config.scale is None else []
     given += ["a traced query_offset"] if config.offset is None else []
-    given += [] if x.bias is None or _is_of_keys(x) else ["a bias of other pairs than keys"]
+    given += (
+        [] if x.bias is None or _is_of_keys(x) or _is_of_pairs(x) else ["a bias of other pairs"]
+    )
     given += (
         []
         if x.layout is None or _is_known(x.layout)
@@ -65,6 +67,12 @@ def _is_of_keys(x):
     """Returns whether the bias is one number for each key, whatever the query."""
     *_, queries, keys = x.bias.shape
     return queries == 1 and keys == x.key.shape[-3] and x.bias.dtype == _FLOAT32
+
+
+def _is_of_pairs(x):
+    """Returns whether the bias has one number for each pair of a query and a key."""
+    pairs = x.query.shape[-3], x.key.shape[-3]
+    return x.bias.shape[-2:] == pairs and x.bias.dtype == _FLOAT32
 
 
 def _has_layout(pattern):
@@ -86,9 +94,9 @@ def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp, and the rounding error of the log-sum-exp."""
-    heads = _with_bias(config, x.query, x.key, x.value, x.bias)
+    arrays = _with_bias(config, x.query, x.key, x.value, x.bias)
     static = "forward", _without_bias(config, x)
-    out, lse, lse_error = _attention(static, *heads, *_ids(x))
+    out, lse, lse_error = _attention(static, *arrays, *_ids(x))
     return out.astype(dtype), lse, lse_error
 
 
@@ -97,20 +105,27 @@ def backward(
 ) -> Inputs:
     """Returns the gradients; `delta` `(*B, T, N)` is rowsum(dO * O) - dL."""
     given = x.query, x.key, x.value, x.bias
-    heads, pull_back = jax.vjp(functools.partial(_with_bias, config), *given)
+    arrays, pull_back = jax.vjp(functools.partial(_with_bias, config), *given)
     static = "backward", _without_bias(config, x)
-    gradients = _attention(static, *heads, *_ids(x), lse, d_out, delta)
-    d_query, d_key, d_value, d_bias = pull_back(gradients)
+    gradients = _attention(static, *arrays, *_ids(x), lse, d_out, delta)
+    d_query, d_key, d_value, d_bias = pull_back((*gradients, jnp.zeros_like(arrays[3])))
+    if x.bias is not None and not _is_of_keys(x):
+        config = dataclasses.replace(config, implementations=dispatch.XLA)
+        d_bias = by_xla.backward(config, x, lse, d_out, delta).bias
     return Inputs(query=d_query, key=d_key, value=d_value, bias=d_bias)
 
 
 def _with_bias(config, query, key, value, bias):
-    """Query, key and value, with the bias `(*#B, #K, #G, 1, S)` as one more feature of the keys.
+    """Query, key, value, and the bias `(*B, N or 1, T, S)` or `(*B, 0, 0, 0)`.
 
-    The queries have a 1 there, and the scale in the other features, so no bias is rounded.
+    A bias `(*#B, #K, #G, 1, S)` becomes one more feature of the keys. The queries have a 1 there,
+    and the scale in the other features, so no bias is rounded.
     """
+    none = jnp.zeros((*(1,) * (query.ndim - 3), 0, 0, 0), _FLOAT32)
     if bias is None:
-        return query, key, value
+        return query, key, value, none
+    if bias.shape[-2] == query.shape[-3] and bias.shape[-2:] != (1, key.shape[-3]):
+        return query, key, value, _by_head(bias, query.shape[-2], key.shape[-2])
     if bias.shape[-3] > 1:  # query heads of a key head have different biases
         key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], -2) for x in (key, value))
     *batch, keys, heads, _ = key.shape
@@ -118,15 +133,24 @@ def _with_bias(config, query, key, value, bias):
     of_keys = jnp.broadcast_to(jnp.swapaxes(bias, -1, -2), (*batch, keys, heads))
     of_queries = jnp.ones((*query.shape[:-1], 1), query.dtype)
     query = jnp.concatenate([query * np.float32(config.scale), of_queries], -1)
-    return query, jnp.concatenate([key, of_keys[..., None]], -1), value
+    return query, jnp.concatenate([key, of_keys[..., None]], -1), value, none
+
+
+def _by_head(bias, heads, key_heads):
+    """The bias `(*#B, #K, #G, T, S)` as `(*#B, N or 1, T, S)`."""
+    *batch, _, _, queries, keys = bias.shape
+    if bias.shape[-4:-2] != (1, 1):
+        bias = jnp.broadcast_to(bias, (*batch, key_heads, heads // key_heads, queries, keys))
+    return bias.reshape(*batch, -1, queries, keys)
 
 
 def _without_bias(config, x):
     """Configuration of the arrays of `_with_bias`."""
-    return config if x.bias is None else dataclasses.replace(config, scale=1.0)
+    is_feature = x.bias is not None and _is_of_keys(x)
+    return dataclasses.replace(config, scale=1.0) if is_feature else config
 
 
-# The primitive. Forward, (query, key, value[, query_ids, key_ids]) -> (out, lse, lse_error);
+# The primitive. Forward, (query, key, value, bias[, query_ids, key_ids]) -> (out, lse, lse_error);
 # backward, the same arrays and (lse, d_out, delta) -> (d_query, d_key, d_value). The static
 # argument is (direction, config).
 
@@ -146,8 +170,8 @@ def _ids(x: Inputs) -> tuple[jax.Array, ...]:
 def _split(direction: str, arrays: Any) -> tuple[Inputs, Any]:
     """Splits arrays into the inputs and, backward, (lse, d_out, delta)."""
     count = len(arrays) - _ROWS[direction]
-    (query, key, value, *ids), rows = arrays[:count], arrays[count:]
-    return Inputs(query, key, value, segments=tuple(ids) or None), rows
+    (query, key, value, bias, *ids), rows = arrays[:count], arrays[count:]
+    return Inputs(query, key, value, bias=bias, segments=tuple(ids) or None), rows
 
 
 def _shapes(static, *arrays):
@@ -163,18 +187,27 @@ def _by_xla(static, *arrays):
     x, rows = _split(direction, arrays)
     if config.known_layout is not None:
         x = x._replace(layout=config.known_layout.layout)
+    groups = x.key.shape[-2], x.query.shape[-2] // x.key.shape[-2]
+    has_bias = x.bias is not None and x.bias.size
+    x = x._replace(bias=_by_group(x.bias, groups) if has_bias else None)
     if direction == "forward":
         return by_xla.forward(config, x, _FLOAT32)
     found = by_xla.backward(config, x, *rows)
     return found.query, found.key, found.value
 
 
+def _by_group(bias, groups):
+    """The bias `(*B, N or 1, T, S)` as `(*B, #K, #G, T, S)`."""
+    *batch, heads, queries, keys = bias.shape
+    return bias.reshape(*batch, *((1, 1) if heads == 1 else groups), queries, keys)
+
+
 def _names(static, *arrays):
     tokens, each_query, ids = (None, HEADS, None), (None, HEADS), (None,)
-    of_inputs = (tokens,) * 3
-    given = of_inputs if len(arrays) == 3 + _ROWS[static[0]] else (*of_inputs, ids, ids)
+    of_inputs = *(tokens,) * 3, (HEADS, None, None)
+    given = of_inputs if len(arrays) == 4 + _ROWS[static[0]] else (*of_inputs, ids, ids)
     if static[0] == "backward":
-        return (*given, each_query, tokens, each_query), of_inputs
+        return (*given, each_query, tokens, each_query), of_inputs[:3]
     return given, (tokens, each_query, each_query)
 
 
@@ -192,7 +225,7 @@ def _by_kernel(static, shapes, *arrays):
         found = layouts.steps_of(layout, config.pattern, config.offset, group)
         row_count = len(found.starts)
         steps = tuple(jnp.asarray(array.reshape(*batch, -1)) for array in found)
-    operands = (x.query, x.key, x.value, *ids, *steps)
+    operands = (x.query, x.key, x.value, x.bias, *ids, *steps)
     limits = {"has_ids": x.segments is not None, "group": group, "rows": row_count, "splits": 1}
     if direction == "forward":
         out, largest, total = _call(config, direction, shapes, operands, limits)
@@ -236,6 +269,7 @@ def _call(config, direction, shapes, operands, limits):
         "left": UNLIMITED if config.left is None else config.left,
         "right": UNLIMITED if config.right is None else config.right,
         "offset": config.offset,
+        "cap_bits": np.float32(config.soft_cap or 0).view(np.int32),
     }
     in_order = np.array([limits[each] for each in ATTRIBUTES], np.int64)
     attributes = {"limits": in_order, "scale": np.float32(config.scale)}

@@ -39,15 +39,17 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
 
 # The elements of the attribute `limits`: the window, the position of the first query, whether ids
 # are given, the number of query tiles in a group of a layout's steps (0 without a layout), the
-# number of rows of these steps, and the number of tasks that share the work of a key head.
-ATTRIBUTES = "left", "right", "offset", "has_ids", "group", "rows", "splits"
+# number of rows of these steps, the number of tasks that share the work of a key head, and the bits
+# of the soft cap, a float32 (0 for none).
+ATTRIBUTES = "left", "right", "offset", "has_ids", "group", "rows", "splits", "cap_bits"
 UNLIMITED = 2**40
 
-_SIZES = "queries", "heads", "size", "keys", "key_heads", "value_size"
+_SIZES = "queries", "heads", "size", "keys", "key_heads", "value_size", "bias_heads"
 _OPERANDS = (
     runtime.Array("query", 3),
     runtime.Array("key", 3),
     runtime.Array("value", 3),
+    runtime.Array("bias", 3),
     runtime.Array("query_ids", 1, "int32"),
     runtime.Array("key_ids", 1, "int32"),
     runtime.Array("key_ranges", 1, "int32"),
@@ -75,11 +77,12 @@ _Sizes = Callable[["Code", "Job"], Mapping[str, Any]]
 def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler of (out, largest, total).
 
-    The arguments are (query, key, value, query_ids, key_ids, key_ranges, starts, steps, masks).
-    Arrays are `(*B, L, heads, size)`, ids `(*B, L)`, ranges those of `_ranges`, and the last three
-    those of `layouts.Steps`, flat. `largest` `(*B, T, N)` is
-    the largest logit, and `total` `(*B, T, N)` the sum of exp(logit - largest). A batch axis of
-    length 1 of an argument is broadcast. The attributes are `limits` and `scale`.
+    The arguments are (query, key, value, bias, query_ids, key_ids, key_ranges, starts, steps,
+    masks). Arrays are `(*B, L, heads, size)`, the bias `(*B, N or 1, T, S)` or `(*B, 0, 0, 0)`, ids
+    `(*B, L)`, ranges those of `_ranges`, and the last three those of `layouts.Steps`, flat.
+    `largest` `(*B, T, N)` is the largest logit, and `total` `(*B, T, N)` the sum of
+    exp(logit - largest). A batch axis of length 1 of an argument is broadcast. The attributes are
+    `limits` and `scale`.
     """
     from effattn.llvm.codegen import vectors_at_once, write_product
 
@@ -133,6 +136,9 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
             code.call(
                 multiply, keys, TILE, size, scratch["key"], size, 1, *queries, logits, TILE, logits
             )
+            group.add_bias(logits, tile, chunk, keys)
+            with code.when(code.less(0, job["cap_bits"])):
+                ops.soft_cap(logits, keys, job["soft_cap"])
             group.mask(logits, tile, chunk, keys)
             ops.softmax_step(logits, keys, tile["largest"], tile["total"], scratch["decay"])
             values = scratch["value"], 1, value_size
@@ -150,9 +156,9 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
 def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler of the gradients.
 
-    (query, key, value, query_ids, key_ids, key_ranges, starts, steps, masks, lse, d_out, delta) ->
-    (d_query, d_key, d_value), with `lse` and `delta` `(*B, T, N)`. d_key and d_value have a leading
-    axis of splits, which the caller sums. The attributes are `limits` and `scale`.
+    (query, ..., masks, lse, d_out, delta) -> (d_query, d_key, d_value), with `lse` and `delta`
+    `(*B, T, N)`. d_key and d_value have a leading axis of splits, which the caller sums. The
+    attributes are `limits` and `scale`.
     """
     from effattn.llvm.codegen import vectors_at_once, write_product
 
@@ -172,7 +178,7 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
             f"d_{array}": code.mul(code.round_to_lanes(job[size]), TILE)
             for array, size in (("key", "size"), ("value", "value_size"))
         }
-        pairs = {"logits": TILE * TILE, "d_weights": TILE * TILE}
+        pairs = dict.fromkeys(("logits", "d_weights", "slopes"), TILE * TILE)
         return {**_chunk_arrays(code, job), **gradients, **pairs}
 
     def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, Any]:
@@ -236,9 +242,14 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
                 ):
                     right = tile[of_query], TILE, to, TILE, to
                     code.call(multiply, keys, TILE, count, scratch[array], count, 1, *right)
+                group.add_bias(logits, tile, chunk, keys)
+                with code.when(code.less(0, job["cap_bits"])):
+                    ops.soft_cap(logits, keys, job["soft_cap"], scratch["slopes"])
                 group.mask(logits, tile, chunk, keys)
                 ops.mask_rows(logits, keys, tile.rows)
                 ops.softmax_gradient(logits, d_logits, keys, tile["lse"], tile["delta"])
+                with code.when(code.less(0, job["cap_bits"])):
+                    ops.multiply(d_logits, scratch["slopes"], keys)
                 for left, rows, features, to in (
                     (logits, "d_out_rows", value_width, "d_value"),
                     (d_logits, "query_rows", width, "d_key"),
@@ -261,11 +272,12 @@ def _write(module, name, lanes, signature, begin, task):
     from effattn.llvm.handlers import write_handler
 
     integers = *_SIZES, *ATTRIBUTES, "group_tiles"
-    write_handler(module, name, lanes, signature, integers, ["scale"], begin, task)
+    write_handler(module, name, lanes, signature, integers, ["scale", "soft_cap"], begin, task)
 
 
 def _chunk_arrays(code: Code, job: Job) -> Mapping[str, Any]:
-    return {"key": code.mul(job["size"], TILE), "value": code.mul(job["value_size"], TILE)}
+    sizes = {"key": code.mul(job["size"], TILE), "value": code.mul(job["value_size"], TILE)}
+    return {**sizes, "bias": TILE * TILE}
 
 
 def _tiles_per_group(code: Code, tile_arrays: Mapping[str, Any]) -> Any:
@@ -294,11 +306,13 @@ def _read_frame(frame: Frame, job: Job) -> None:
     queries, heads, size = frame.last_sizes(0, 3)
     keys, key_heads, _ = frame.last_sizes(1, 3)
     (value_size,) = frame.last_sizes(2, 1)
-    sizes = queries, heads, size, keys, key_heads, value_size
+    bias_heads, _, _ = frame.last_sizes(3, 3)
+    sizes = queries, heads, size, keys, key_heads, value_size, bias_heads
     job["scale"] = frame.scale()
     for names, values in ((_SIZES, sizes), (ATTRIBUTES, frame.integers(len(ATTRIBUTES)))):
         for name, value in zip(names, values, strict=True):
             job[name] = value
+    job["soft_cap"] = frame.code.float_of_bits(job["cap_bits"])
 
 
 class _Tile(NamedTuple):
@@ -459,6 +473,22 @@ class _QueryGroup:
         start = code.max(code.sub(position, job["left"]), 0)
         stop = code.min(code.add(position, rows, job["right"]), job["keys"])
         return code.mul(code.div(start, TILE), TILE), stop
+
+    def add_bias(self, logits: Any, tile: _Tile, chunk: _Chunk, keys: Any) -> None:
+        """Adds the bias of each pair to its logit, if there is one."""
+        code, job, ops = self.code, self.job, self.ops
+        with code.when(code.less(0, job["bias_heads"])):
+            row = code.mul(self.examples["bias"], job["bias_heads"])
+            # The heads of the bias are all heads, or one for all.
+            each = code.div(job["heads"], job["bias_heads"])
+            row = code.add(
+                code.mul(code.add(row, code.div(self.head, each)), job["queries"]), tile.first
+            )
+            start = code.add(code.mul(row, job["keys"]), chunk.first)
+            source = Rows(code.address(job["bias"], start), job["keys"])
+            target = Rows(self.scratch["bias"], TILE)
+            ops.transpose(source, target, tile.rows, keys, code.float32(1.0))
+            ops.add(logits, self.scratch["bias"], keys)
 
     def mask(self, logits: Any, tile: _Tile, chunk: _Chunk, keys: Any) -> None:
         """Sets logits to -inf for pairs that may not attend."""

@@ -307,6 +307,10 @@ class Code:
         below = self.builder.fcmp_ordered("<", x, self.number(-87.33654))
         return self.builder.select(below, self.number(otherwise), value)
 
+    def float_of_bits(self, bits: Any) -> Any:
+        """The float32 whose bits are the lowest 32 of an integer."""
+        return self.builder.bitcast(self.builder.trunc(bits, INT32), FLOAT)
+
     def sum_of_lanes(self, vector: Any) -> Any:
         """Sum of the lanes of a vector, in any order."""
         kind = ir.FunctionType(FLOAT, [FLOAT, self.vector])

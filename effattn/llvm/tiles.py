@@ -207,6 +207,47 @@ class TileOps:
         shown = code.builder.select(sees, code.load_vector(logits, at), hidden)
         code.store_vector(shown, logits, at)
 
+    # Arrays of pairs
+
+    def add(self, pairs: Any, others: Any, keys: Any) -> None:
+        """Adds an array of pairs to another."""
+        self._combine(self.code.builder.fadd, pairs, others, keys)
+
+    def multiply(self, pairs: Any, others: Any, keys: Any) -> None:
+        """Multiplies an array of pairs by another."""
+        self._combine(self.code.builder.fmul, pairs, others, keys)
+
+    def _combine(self, operation, pairs, others, keys):
+        code = self.code
+        with code.loop(0, code.mul(keys, TILE), self.lanes) as at:
+            both = code.load_vector(pairs, at), code.load_vector(others, at)
+            code.store_vector(operation(*both), pairs, at)
+
+    # Soft cap
+
+    def soft_cap(self, logits: Any, keys: Any, cap: Any, slopes: Any = None) -> None:
+        """Replaces logits m by c tanh(m / c); `slopes` receive the derivatives, 1 - tanh(m / c)^2.
+
+        With e = exp(-2 |y|) - 1, tanh |y| = -e / (e + 2).
+        """
+        code, builder = self.code, self.code.builder
+        caps, zero, two = code.all_lanes(cap), code.number(0.0), code.number(2.0)
+        with code.loop(0, keys) as j:
+            for v in self.vectors:
+                at = code.add(code.mul(j, TILE), v)
+                y = builder.fdiv(code.load_vector(logits, at), caps)
+                doubled = builder.fmul(two, y)
+                is_negative = builder.fcmp_ordered("<", y, zero)
+                less = builder.select(is_negative, doubled, builder.fsub(zero, doubled))
+                e = code.exp_minus_one(less)
+                size = builder.fdiv(e, builder.fadd(e, two))  # -tanh |y|
+                found = builder.select(is_negative, size, builder.fsub(zero, size))
+                code.store_vector(builder.fmul(caps, found), logits, at)
+                if slopes is not None:
+                    minus = builder.fsub(zero, found)
+                    slope = code.multiply_add(minus, found, code.number(1.0))
+                    code.store_vector(slope, slopes, at)
+
     # Softmax
 
     def softmax_step(self, logits: Any, keys: Any, largest: Any, total: Any, decay: Any) -> None:

@@ -60,8 +60,23 @@ CASES = {
     "lengths": Case({}, lambda: LENGTHS),
     "a bias of keys": Case(square(), lambda: {"is_causal": True}, more={"bias": (4, 1, 150)}),
     "a bias of keys for all heads": Case({}, lambda: {"scale": 0.3}, more={"bias": (2, 1, 1, 150)}),
+    "a bias of pairs": Case(square(), lambda: {"is_causal": True}, more={"bias": (2, 4, 150, 150)}),
+    "a bias of pairs for all heads, and a cap": Case(
+        square(), lambda: LENGTHS | {"logits_soft_cap": 2.0}, more={"bias": (150, 150)}
+    ),
+    "a bias of pairs by head, in a window": Case(
+        {"queries": 100, "keys": 150},
+        lambda: {"local_window_size": (40, 5), "query_offset": 50},
+        more={"bias": (4, 100, 150)},
+    ),
     "a mask of keys": Case(
         {}, lambda: {"mask": np.random.default_rng(1).random((2, 1, 1, 150)) < 0.6}
+    ),
+    "a soft cap": Case(square(), lambda: {"is_causal": True, "logits_soft_cap": 1.5}),
+    "a soft cap, a bias of keys and documents": Case(
+        square(),
+        lambda: {"segment_ids": jnp.asarray(IDS), "logits_soft_cap": 0.4},
+        more={"bias": (4, 1, 150)},
     ),
     "a sink": Case(square(), lambda: {"is_causal": True}, more={"sink": (4,)}),
     "dilated": Case(
@@ -286,7 +301,9 @@ def test_calls_that_name_nothing_take_them_where_there_is_one_device(monkeypatch
         effattn.block_sparse_attention, block_size=4, block_mask=lambda m, n: m == n
     )
     assert kernels_of(blocks, query, query, query)
-    assert not kernels_of(functools.partial(call, logits_soft_cap=3.0), query, query, query)
+    assert kernels_of(functools.partial(call, logits_soft_cap=3.0), query, query, query)
+    mod = functools.partial(call, score_mod=lambda logit, *_: logit + 1)
+    assert not kernels_of(mod, query, query, query)
     assert not kernels_of(functools.partial(call, implementation="xla"), query, query, query)
     assert not kernels_of(call, query[:, 1:], query[:, 1:], query[:, 1:])
     half = jnp.bfloat16(query)
@@ -322,8 +339,11 @@ def test_exported_programs_have_none():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"logits_soft_cap": 2.0, "tile": (16, 16)}, "does not take soft_cap and tile"),
-        ({"bias": np.zeros((1, 1, 1, 1))}, "does not take a bias of other pairs than keys"),
+        (
+            {"score_mod": lambda logit, *_: logit, "tile": (16, 16)},
+            "does not take score_mod and tile",
+        ),
+        ({"bias": np.zeros((1, 1, 11, 1), np.float32)}, "does not take a bias of other pairs"),
         ({"scale": jnp.float32(2)}, "does not take a traced scale"),
         ({"query_offset": jnp.int32(2)}, "does not take a traced query_offset"),
     ],
