@@ -1,8 +1,8 @@
 """The diagonal recurrence, in which every entry of the state has a decay of its own per token.
 
-For one head, with queries and keys of F features, values and steps dt of D, and rates A `(F, D)`:
+For one head, with queries and keys of F features, values and steps dt of D, and rates A `(D, F)`:
 
-    S_t = exp(A * dt_t) * S_(t-1) + k_t (dt_t * v_t)^T        (F, D), * elementwise
+    S_t = exp(A^T * dt_t) * S_(t-1) + k_t (dt_t * v_t)^T        (F, D), * elementwise
     y_t = S_t^T q_t
 
 This module chooses the implementation. Each implementation is a module with the function
@@ -67,7 +67,7 @@ def _compiled_recurrence(config, *operands):
 
 
 def diagonal_decay(x: Inputs) -> jax.Array:
-    """Product of the decays of all tokens, exp(A * sum_t dt_t), `(*B, K, F, D)`."""
+    """Product of the decays of all tokens, exp(A^T * sum_t dt_t), `(*B, K, F, D)`."""
     dtype, mask = x.state.dtype, None if x.tokens is None else x.tokens.key_mask
     total = clear(x.keys, mask)[2].astype(dtype).sum(x.state.ndim - 3)
     A = jnp.swapaxes(x.parameters.astype(dtype), -1, -2)

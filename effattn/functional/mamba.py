@@ -50,8 +50,8 @@ def selective_scan(
     * is elementwise, and dt_t is the same for all F entries of a value. C is the query, B the key,
     x the value; Mamba has one head of all values. Always causal. Time is O(T F D), memory
     O(T (F + D) + T F D / c + c F D) for chunks of c tokens: states between chunks are stored for
-    the backward pass, and states inside a chunk are recomputed one chunk at a time. The state has
-    F x D numbers a key head.
+    the backward pass, and states inside a chunk are recomputed one chunk at a time. In the CPU
+    kernel c is 128 to 1024. The state has F x D numbers a key head.
 
     Args:
       query: C, `(*B, T, N, F)`, with any number of batch dimensions; F is the state size.
@@ -60,7 +60,7 @@ def selective_scan(
       step_size: dt (after the softplus), `(*B, T, K, D)`, positive.
       rate: A, `(K, D, F)`, 0 or less, checked if concrete.
       skip: D, `(K, D)`, or None for no skip term; requires N = K.
-      chunk_size: tokens between two stored states; tuning only.
+      chunk_size: tokens between two stored states in XLA; tuning only.
       **options: padding, packing, state and implementation: see `effattn.options`.
 
     Returns:

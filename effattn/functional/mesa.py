@@ -1,24 +1,19 @@
 """Mesa layer: the value of a query by least squares over all tokens so far."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from effattn import dispatch, registry
+from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
-from effattn.cores import by_head, recurrence, sequence_parts
-from effattn.cores.linear_recurrence import call
-from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, clear
-from effattn.llvm import mesa
+from effattn.cores import by_head, recurrence
+from effattn.cores.mesa import Equations, solve
+from effattn.interfaces.linear_recurrence import Terms, clear
 from effattn.naive import over_tokens, with_naive
 from effattn.options import Recurrent, declared
-from effattn.xla.conjugate_gradients import conjugate_gradients
 
 
 class MesaState(NamedTuple):
@@ -76,9 +71,9 @@ def mesa_attention(
     The equation is solved by `num_steps` steps of conjugate gradients, from zero, for all tokens
     together: a step is a linear attention with the search directions as queries, on the core of
     linear recurrences. On CPUs in float32, a kernel takes all steps of 16 tokens in turn, and a
-    token stops before `num_steps` once its residual is a rounding error. The gradient is that of
-    the exact solution, and takes as many steps. In exact arithmetic H steps suffice. Fewer steps
-    give an approximation, whose error grows with the ratio of the largest to the smallest
+    token stops before `num_steps` once its residual is 1e-8 of its query. The gradient is that of
+    the exact solution, and takes at most as many steps. In exact arithmetic H steps suffice. Fewer
+    steps give an approximation, whose error grows with the ratio of the largest to the smallest
     eigenvalue of the matrix.
 
     Always causal. Time is O(num_steps T H (H + C)) for chunks of C tokens, memory O(T).
@@ -119,37 +114,26 @@ def mesa_attention(
         (query, key, wide_key, beta, log_decay, diagonal, state, given.tokens)
     )
 
-    keys = key, wide_key, beta, log_decay
-    config = Config(_terms, given.dtype)
-    its_call = call("mesa_attention", config, Inputs(None, state.keys, query, keys, tokens))
-    in_one_piece = sequence_parts.current() is None and not mesh_axes.explicit(query)
-    chosen = dispatch.choose(given.implementation, its_call)
-
     def read(query, value, state):
         """Sums over the earlier tokens, and the state after the last one."""
         of_read = dataclasses.replace(given, value=value, initial_state=state, tokens=tokens)
-        of_keys = key, value, beta, log_decay
-        return recurrence.run("mesa_attention", _terms, of_read, query, of_keys)
+        keys = key, value, beta, log_decay
+        return recurrence.run("mesa_attention", _terms, of_read, query, keys)
 
     def product(x):
         of_keys = read(x, wide_key, state.keys)[0]
         return of_keys + mesh_axes.placed_like(x, _regularised, x, diagonal)
 
-    def by_products(product, query):
-        return conjugate_gradients(product, query, num_steps)
-
-    def by_kernel(query):
-        operands = (query, wide_key, beta, log_decay, diagonal, state.keys, tokens)
-        return mesa.solve(*operands, num_steps=num_steps)
-
-    def solve(product, query):
-        steps: Callable[[Any], Any] = functools.partial(by_products, product)
-        forms = dict.fromkeys(chosen.names, steps)
-        if in_one_piece and "llvm" in forms:
-            forms["llvm"] = by_kernel
-        return dispatch.on_platform(chosen, "mesa_attention", forms, query)
-
-    solution = lax.custom_linear_solve(product, query, solve, symmetric=True)
+    equations = Equations(wide_key, beta, log_decay, diagonal, state.keys, tokens)
+    solution = solve(
+        "mesa_attention",
+        _terms,
+        product,
+        query,
+        equations,
+        num_steps=num_steps,
+        implementation=given.implementation,
+    )
     out, values = read(solution, given.value, state.values)
     if not given.return_state:
         return out

@@ -2,13 +2,13 @@
 
 XLA runs each matrix product and each pass over the logits as a parallel operation of its own, and
 all threads wait for each other after every operation. In these kernels a thread runs a whole task,
-from logits to outputs, and the arrays of the task stay in the cache of the thread's core.
+such as all tokens of a head, and the arrays of the task stay in the cache of the thread's core.
 
 - `block_attention`, `linear_recurrence`, `diagonal_recurrence`: the implementations that
   `effattn.cores` calls; `layouts`, the steps of block layouts.
 - `mesa`: the linear equations of a Mesa layer.
 - `block_kernels`, `recurrence_kernels`, `diagonal_kernels`, `mesa_kernel`: the code of the kernels;
-  `recurrence_scan`, `recurrence_walks`: parts of those of recurrences.
+  `recurrence_scan`, `recurrence_walks`: parts of the recurrence kernels.
 - `primitive`: a kernel as a JAX primitive.
 - `runtime`: compiles the handlers and registers them with XLA; layout of XLA's C interface.
 - `handlers`: generates XLA FFI handlers, whose tasks run on XLA's thread pool.

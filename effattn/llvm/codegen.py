@@ -241,6 +241,10 @@ class Code:
         """Elementwise maximum; a where a or b is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
 
+    def minimum(self, a: Any, b: Any) -> Any:
+        """Elementwise minimum; a where a or b is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered("<", b, a), b, a)
+
     def extremes(self, a: Any, b: Any) -> tuple[Any, Any]:
         """Elementwise minimum and maximum of two vectors of integers, or of two integers."""
         is_less = self.builder.icmp_signed("<", a, b)
@@ -260,17 +264,18 @@ class Code:
         return self.call(self._declared(name, kind), vector)
 
     def exp(self, x: Any) -> Any:
-        """exp(x) for x <= 88, within 2 units in the last place; 0 below -87.3, NaN for NaN.
-
-        Below -87.3 the result is not a normal float32.
-        """
+        """exp(x) for x <= 88, within 2 units in the last place; 0 where exp(x) is subnormal."""
         power, r, scale = self._powers(x)
         square = self.builder.fmul(r, r)
         power = self.multiply_add(power, square, self.builder.fadd(r, self.number(1.0)))
         return self._where_normal(x, self.builder.fmul(power, scale), 0.0)
 
+    def decay(self, x: Any) -> Any:
+        """exp(x) for any x; infinite above 88.7."""
+        return self.exp(self.minimum(x, self.number(88.73)))
+
     def exp_minus_one(self, x: Any) -> Any:
-        """exp(x) - 1 for x <= 88, which keeps its digits near 0; -1 below -87.3, NaN for NaN."""
+        """exp(x) - 1 for x <= 88, which keeps its digits near 0."""
         power, r, scale = self._powers(x)
         less_one = self.multiply_add(power, self.builder.fmul(r, r), r)
         of_scale = self.builder.fsub(scale, self.number(1.0))
@@ -279,8 +284,8 @@ class Code:
     def _powers(self, x):
         """P(r), r and 2^n, with exp(x) = 2^n (1 + r + r^2 P(r)).
 
-        Cody and Waite's range reduction, with the polynomial of the Cephes library: with
-        x = n log 2 + r and |r| <= log(2) / 2, exp(x) = 2^n exp(r), and a polynomial gives exp(r).
+        Cody and Waite's range reduction, x = n log 2 + r with |r| <= log(2) / 2, and the polynomial
+        of the Cephes library.
         """
         builder, number = self.builder, self.number
         # 1.5 * 2^23 plus a float is rounded to an integer, which is in the lowest bits of the sum.

@@ -5,9 +5,10 @@
 
 A task is `PIECE` values of a key head, as columns of S, with the query heads that read them: no
 column depends on another. Forward, it walks over the tokens with its columns in cache. Backward, it
-does so once more and saves the columns every `CHUNK` tokens. From the last chunk to the first, it
-computes the columns and decays of all tokens of the chunk from those before it, and then, backward
-in time, with the gradient R of the columns after a token and E = R * exp(A * dt_t) * S_(t-1),
+does so once more and saves the columns before every chunk of tokens. From the last chunk to the
+first, it computes the columns and decays of all tokens of the chunk from those before it, and then,
+backward in time, with the gradient R of the columns after a token and
+E = R * exp(A * dt_t) * S_(t-1),
 
     dq_t = S_t dy_t,  dk_t = R (dt_t * v_t),  d(dt_t * v_t) = R^T k_t,
     d(dt_t) = sum_f A * E,  dA = sum_t dt_t * E.
@@ -31,34 +32,39 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
     from effattn.llvm.handlers import Frame, Job
 
 PIECE = 64  # values of a task
-CHUNK = 32  # tokens between saved states
+_MOST = 32  # most tokens in a chunk
+_PLACES = 2**10  # most tokens times features in a chunk: states and decays take 512 KB
 
-_SIZES = "tokens", "features", "values", "query_heads", "heads", "keeps"
+_SIZES = "tokens", "features", "values", "query_heads", "heads", "keeps", "chunk_size"
 _OPERANDS = (
-    *(runtime.Array(name, 3) for name in ("query", "key", "value", "step", "rate", "state")),
+    *(runtime.Array(name, 3) for name in ("query", "key", "value", "dt", "A", "state")),
     runtime.Array("keep", 2),
 )
 _FORWARD = runtime.Signature(_OPERANDS, (runtime.Array("out", 3), runtime.Array("state_after", 3)))
 _BACKWARD = runtime.Signature(
     (*_OPERANDS, runtime.Array("d_out", 3), runtime.Array("d_after", 3)),
-    tuple(runtime.Array(f"d_{array.name}", 3) for array in _OPERANDS[:-1]),
+    (
+        runtime.Array("d_query", 4),
+        runtime.Array("d_key", 4),
+        *(runtime.Array(f"d_{array.name}", 3) for array in _OPERANDS[2:-1]),
+    ),
 )
 
 
 def write_forward(module: ir.Module, name: str, lanes: int) -> None:
-    """Generates the handler (query, key, value, step, rate, state, keep) -> (out, state_after).
+    """Generates the handler (query, key, value, dt, A, state, keep) -> (out, state_after).
 
-    Shapes: query `(*B, T, N, F)`, key `(*B, T, K, F)`, value and step `(*B, T, K, D)`, rate and
-    state `(*B, K, F, D)`, and keep `(*B, T, 0 or 1)`, which multiplies the state before a token. A
+    Shapes: query `(*B, T, N, F)`, key `(*B, T, K, F)`, value and dt `(*B, T, K, D)`, A and state
+    `(*B, K, F, D)`, and keep `(*B, T, 0 or 1)`, which multiplies the state before a token. A
     batch axis of length 1 of an argument is broadcast.
     """
 
     def task(code: Code, job: Job, memory: Any, number: Any) -> None:
         scan = _Scan(code, job, memory, number, _FORWARD)
-        scan.read_state("rate", "rate")
+        scan.read_state("A", "A")
         scan.read_state("state", "state")
         with scan.chunks(), code.loop(0, scan.tokens) as token:
-            scan.step(token, scan.scratch["state"], scan.scratch["state"])
+            scan.advance(token, scan.scratch["state"], scan.scratch["state"])
             with scan.heads() as head:
                 scan.read_out(token, head)
         scan.write_state("state", "state_after")
@@ -69,34 +75,34 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
 def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler of the gradients.
 
-    (query, ..., keep, d_out, d_after) -> (d_query, d_key, d_value, d_step, d_rate, d_state). In
-    place of each head, d_query and d_key have one for each task of the head, and d_rate has all
-    batch axes.
+    (query, ..., keep, d_out, d_after) -> (d_query, d_key, d_value, d_dt, d_A, d_state). d_query
+    `(*B, T, N, P, F)` and d_key `(*B, T, K, P, F)` have a part for each of the P tasks of a head,
+    and d_A has all batch axes.
     """
 
     def task(code: Code, job: Job, memory: Any, number: Any) -> None:
         scan = _Scan(code, job, memory, number, _BACKWARD)
-        scan.read_state("rate", "rate")
+        scan.read_state("A", "A")
         scan.read_state("state", "state")
         with scan.chunks():
             scan.copy_state(scan.scratch["state"], scan.saved_state())
             with code.loop(0, scan.tokens) as token:
-                scan.step(token, scan.scratch["state"], scan.scratch["state"])
+                scan.advance(token, scan.scratch["state"], scan.scratch["state"])
         scan.read_state("d_after", "d_state")
         with scan.chunks(reverse=True):
             scan.copy_state(scan.saved_state(), scan.scratch["history"])
             with code.loop(0, scan.tokens) as token:
                 before, after = (scan.in_history(code.add(token, n)) for n in (0, 1))
-                scan.step(token, before, after, scan.decays_of(token))
+                scan.advance(token, before, after, scan.decays_of(token))
             with code.loop(0, scan.tokens) as n:
                 token = code.sub(code.sub(scan.tokens, 1), n)
                 with scan.heads() as head:
                     scan.pull_back_read(token, head)
-                scan.pull_back_step(token)
-            for array in ("value", "step"):
+                scan.pull_back_token(token)
+            for array in ("value", "dt"):
                 scan.write(f"d_{array}")
         scan.write_state("d_state", "d_state")
-        scan.write_state("d_rate", "d_rate")
+        scan.write_state("d_A", "d_A")
 
     _write(module, name, lanes, _BACKWARD, task, _backward_memory)
 
@@ -108,7 +114,8 @@ def _write(module, name, lanes, signature, task, memory):
         tokens, query_heads, features = frame.last_sizes(0, 3)
         heads, values = frame.last_sizes(2, 2)
         (keeps,) = frame.last_sizes(6, 1)
-        sizes = tokens, features, values, query_heads, heads, keeps
+        chunk_size = code.min(code.max(code.div(_PLACES, features), 1), _MOST)
+        sizes = tokens, features, values, query_heads, heads, keeps, chunk_size
         for each, size in zip(_SIZES, sizes, strict=True):
             job[each] = size
         tasks = code.mul(job["batch"], heads, code.ceil(values, PIECE))
@@ -120,21 +127,21 @@ def _write(module, name, lanes, signature, task, memory):
 def _forward_memory(code: Code, job: Job) -> dict[str, Any]:
     """Sizes of the scratch arrays of a task: of tokens, and of states."""
     return {
-        **dict.fromkeys(("value", "step"), CHUNK * PIECE),
+        **dict.fromkeys(("value", "dt"), code.mul(job["chunk_size"], PIECE)),
         "row": PIECE,
-        **dict.fromkeys(("rate", "state"), code.mul(job["features"], PIECE)),
+        **dict.fromkeys(("A", "state"), code.mul(job["features"], PIECE)),
     }
 
 
 def _backward_memory(code: Code, job: Job) -> dict[str, Any]:
-    of_state = code.mul(job["features"], PIECE)
+    of_state, size = code.mul(job["features"], PIECE), job["chunk_size"]
     return {
         **_forward_memory(code, job),
-        **dict.fromkeys(("d_value", "d_step"), CHUNK * PIECE),
-        **dict.fromkeys(("d_state", "d_rate"), of_state),
-        "history": code.mul(of_state, CHUNK + 1),
-        "decays": code.mul(of_state, CHUNK),
-        "states": code.mul(code.ceil(job["tokens"], CHUNK), of_state),
+        **dict.fromkeys(("d_value", "d_dt"), code.mul(size, PIECE)),
+        **dict.fromkeys(("d_state", "d_A"), of_state),
+        "history": code.mul(of_state, code.add(size, 1)),
+        "decays": code.mul(of_state, size),
+        "states": code.mul(code.ceil(job["tokens"], size), of_state),
     }
 
 
@@ -154,8 +161,9 @@ class _Scan:
         self.code, self.job, self.ops = code, job, TileOps(code)
         sizes = (_forward_memory if signature is _FORWARD else _backward_memory)(code, job)
         self.scratch, _ = lay_out(code, memory, sizes)
-        for name in sizes.keys() - {"history", "decays", "states"}:
-            self.ops.fill(self.scratch[name], sizes[name])
+        for name, size in sizes.items():
+            if name not in ("history", "decays", "states"):  # set before they are read
+                self.ops.fill(self.scratch[name], size)
         self.pieces = code.ceil(job["values"], PIECE)
         self.piece, rest = code.rem(number, self.pieces), code.div(number, self.pieces)
         self.head, self.example = code.rem(rest, job["heads"]), code.div(rest, job["heads"])
@@ -169,18 +177,18 @@ class _Scan:
 
     # One token
 
-    def step(self, token: Any, before: Any, after: Any, decays: Any = None) -> None:
+    def advance(self, token: Any, before: Any, after: Any, decays: Any = None) -> None:
         """The state after a token from the state before it; `decays` receive the decays."""
         code = self.code
         keys = self._token("key", self.head, token)
         keep = self._keep(token)
         with self._vectors() as d:
-            dt, value = (self._load(name, token, d) for name in ("step", "value"))
+            dt, value = (self._load(name, token, d) for name in ("dt", "value"))
             written = code.builder.fmul(dt, value)
             with code.loop(0, self.job["features"]) as f:
                 at = code.add(code.mul(f, PIECE), d)
-                rate = code.load_vector(self.scratch["rate"], at)
-                decay = code.builder.fmul(code.exp(code.builder.fmul(rate, dt)), keep)
+                log_decay = code.builder.fmul(code.load_vector(self.scratch["A"], at), dt)
+                decay = code.builder.fmul(code.decay(log_decay), keep)
                 if decays is not None:
                     code.store_vector(decay, decays, at)
                 more = code.builder.fmul(code.all_lanes(code.load(keys, f)), written)
@@ -219,36 +227,36 @@ class _Scan:
                 code.store_vector(d_state, self.scratch["d_state"], at)
             code.store(code.sum_of_lanes(code.get(total)), d_query, f)
 
-    def pull_back_step(self, token: Any) -> None:
-        """Gradient of `step`; replaces `d_state` by that of the state before the token."""
+    def pull_back_token(self, token: Any) -> None:
+        """Gradient of `advance`; replaces `d_state` by that of the state before the token."""
         code, builder = self.code, self.code.builder
         keys, d_keys = self._token("key", self.head, token), self._token("d_key", self.head, token)
         decays, before = self.decays_of(token), self.in_history(token)
         at_token = code.mul(token, PIECE)
-        for name in ("d_value", "d_step"):
+        for name in ("d_value", "d_dt"):
             self.ops.fill(code.address(self.scratch[name], at_token), PIECE)
         with code.loop(0, self.job["features"]) as f:
             number = code.all_lanes(code.load(keys, f))
             total = code.variable(code.number(0.0))
             with self._vectors() as d:
                 at = code.add(code.mul(f, PIECE), d)
-                dt, value = (self._load(name, token, d) for name in ("step", "value"))
+                dt, value = (self._load(name, token, d) for name in ("dt", "value"))
                 change = code.load_vector(self.scratch["d_state"], at)
                 written = builder.fmul(dt, value)
                 code.set(total, code.multiply_add(change, written, code.get(total)))
                 carried = builder.fmul(change, code.load_vector(decays, at))
                 code.store_vector(carried, self.scratch["d_state"], at)
                 d_log = builder.fmul(carried, code.load_vector(before, at))
-                self._add("d_rate", at, d_log, dt)
-                rate, at_value = code.load_vector(self.scratch["rate"], at), code.add(at_token, d)
-                self._add("d_step", at_value, d_log, rate)
+                self._add("d_A", at, d_log, dt)
+                A, at_value = code.load_vector(self.scratch["A"], at), code.add(at_token, d)
+                self._add("d_dt", at_value, d_log, A)
                 self._add("d_value", at_value, change, number)
             code.store(code.sum_of_lanes(code.get(total)), d_keys, f)
         with self._vectors() as d:  # the gradient of dt * v is in d_value
             at = code.add(at_token, d)
             d_written = code.load_vector(self.scratch["d_value"], at)
-            dt, value = (self._load(name, token, d) for name in ("step", "value"))
-            self._add("d_step", at, d_written, value)
+            dt, value = (self._load(name, token, d) for name in ("dt", "value"))
+            self._add("d_dt", at, d_written, value)
             code.store_vector(builder.fmul(d_written, dt), self.scratch["d_value"], at)
 
     @contextlib.contextmanager
@@ -281,14 +289,15 @@ class _Scan:
 
     @contextlib.contextmanager
     def chunks(self, *, reverse: bool = False) -> Iterator[None]:
-        """Loops over the chunks and reads their values and steps; the body is the `with` block."""
+        """Loops over the chunks and reads their values and dt; the body is the `with` block."""
         code, job = self.code, self.job
-        count = code.ceil(job["tokens"], CHUNK)
+        size = job["chunk_size"]
+        count = code.ceil(job["tokens"], size)
         with code.loop(0, count) as n:
             self.chunk = code.sub(code.sub(count, 1), n) if reverse else n
-            self.first = code.mul(self.chunk, CHUNK)
-            self.tokens = code.min(code.sub(job["tokens"], self.first), CHUNK)
-            for name in ("value", "step"):
+            self.first = code.mul(self.chunk, size)
+            self.tokens = code.min(code.sub(job["tokens"], self.first), size)
+            for name in ("value", "dt"):
                 target = Rows(self.scratch[name], PIECE)
                 self.ops.copy(self._values(name), target, self.tokens, self.size)
             yield
@@ -313,7 +322,7 @@ class _Scan:
         return Rows(code.address(job[name], start), code.mul(job["heads"], job["values"]))
 
     def _token(self, name: str, head: Any, token: Any) -> Any:
-        """Address of the row of a token and head; of outputs, from the piece on."""
+        """Address of the row of a token and head; of outputs, of the first value of the task."""
         return self.code.address(self.job[name], self._index(name, head, token))
 
     def _index(self, name, head, token):
@@ -332,12 +341,12 @@ class _Scan:
         return code.add(index, code.mul(self.piece, PIECE)) if kind == "out" else index
 
     def read_state(self, name: str, to: str) -> None:
-        """Reads the columns of a state, or of the rates."""
+        """Reads the columns of a state, or of A."""
         target = Rows(self.scratch[to], PIECE)
         self.ops.copy(self._state(name), target, self.job["features"], self.size)
 
     def write_state(self, source: str, name: str) -> None:
-        """Writes the columns of a state, or of the rates."""
+        """Writes the columns of a state, or of dA."""
         own = Rows(self.scratch[source], PIECE)
         self.ops.copy(own, self._state(name), self.job["features"], self.size)
 

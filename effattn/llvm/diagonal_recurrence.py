@@ -1,4 +1,7 @@
-"""The diagonal recurrence on CPUs, in float32: the kernels are in `diagonal_kernels`."""
+"""The diagonal recurrence on CPUs, in float32: the kernels are in `diagonal_kernels`.
+
+A block of tokens is one call of a kernel. The forward pass saves the state before each block.
+"""
 
 import functools
 from typing import Any
@@ -13,16 +16,18 @@ from effattn.dispatch.places import HEADS, ONCE, SAME
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, clear
 from effattn.llvm import runtime
 from effattn.llvm.diagonal_kernels import PIECE
-from effattn.llvm.primitive import in_first_part, kernel
+from effattn.llvm.primitive import in_first_part, kernel, with_gradients
 from effattn.xla import diagonal_recurrence as by_xla
+from effattn.xla import linear_recurrence as in_blocks
 
 LIMITS = dispatch.Limits(("float32",), others="llvmlite")
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
     """Reason why the kernels do not take these inputs, or None."""
-    for array in (*jax.tree.leaves((x.parameters, x.state, x.queries, x.keys)), config):
-        if reason := LIMITS.refusal(jnp.dtype(array.dtype)):
+    arrays = jax.tree.leaves((x.parameters, x.state, x.queries, x.keys))
+    for dtype in (*(array.dtype for array in arrays), config.dtype):
+        if reason := LIMITS.refusal(jnp.dtype(dtype)):
             return reason
     if 0 in (*x.state.shape, *x.queries.shape):
         return "does not take empty arrays"
@@ -33,45 +38,75 @@ def diagonal_recurrence(
     config: Config, parameters: Any, state: jax.Array, queries: Any, keys: Any, tokens: Tokens
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the state after the last token, as `effattn.cores.diagonal_recurrence`."""
+    return _recurrence(config, parameters, state, queries, keys, tokens)
+
+
+def _blocks(features):
+    """Blocks of tokens, so that the states of the chunks of a block take 1 MB or less a task.
+
+    A block has 128 tokens or more, which take more with over 128 features.
+    """
+    return in_blocks.Blocks(_run, _pull_back, min(max(2**16 // features, 128), 1024))
+
+
+def _forward(config, *operands):
+    x = Inputs(*operands)
+    return in_blocks.forward(config, x, _blocks(x.state.shape[-2]))
+
+
+def _with_residuals(config, *operands):
+    results, saved = _forward(config, *operands)
+    return results, (operands, saved)
+
+
+def _backward(config, residuals, cotangents):
+    operands, saved = residuals
+    d_output, d_state = cotangents
+    x = Inputs(*operands)
+    blocks = _blocks(x.state.shape[-2])
+    return tuple(in_blocks.backward(config, x, saved, d_output, d_state, blocks))
+
+
+_recurrence = with_derivatives(
+    lambda *operands: _forward(*operands)[0],
+    _with_residuals,
+    _backward,
+    by_xla.diagonal_recurrence,
+)
+
+
+def _run(config, chunk, parameters, state, queries, keys, tokens):
+    """A block of consecutive tokens: returns `(state after, outputs)`."""
     query = clear(queries, tokens.query_mask)
-    key, value, step = clear(keys, tokens.key_mask)
-    rate = lead(jnp.swapaxes(parameters, -1, -2), state.ndim)
-    keep = jnp.zeros_like(step, shape=(*step.shape[:-2], 0))
+    key, value, dt = clear(keys, tokens.key_mask)
+    A = lead(jnp.swapaxes(parameters, -1, -2), state.ndim)
+    keep = jnp.zeros_like(dt, shape=(*dt.shape[:-2], 0))
     if tokens.starts is not None:
-        keep = (~tokens.starts)[..., None].astype(step.dtype)
-    return _recurrence(query, key, value, step, rate, state, keep)
+        keep = (~tokens.starts)[..., None].astype(dt.dtype)
+    output, after = _of_block(query, key, value, dt, A, state, keep)
+    return after, output
 
 
-def _outputs(_, *operands):
-    return _kernel("forward", *operands)
+def _pull_back(cotangents, config, chunk, parameters, state, queries, keys, tokens):
+    """Gradients of a block, of all inputs but `tokens`."""
+    run = functools.partial(_run, config, chunk, tokens=tokens)
+    return jax.vjp(run, parameters, state, queries, keys)[1](cotangents)
 
 
-def _with_residuals(_, *operands):
-    return _outputs(_, *operands), operands
-
-
-def _gradients(_, operands, cotangents):
+def _gradients(run, operands, cotangents):
     """Adds up the parts of the gradients that tasks and examples have."""
-    d_query, d_key, d_value, d_step, d_rate, d_state = _kernel("backward", *operands, *cotangents)
-    query, key, *_, rate, _, _ = operands
-    of_tasks = (
-        d.reshape(*x.shape[:-1], -1, x.shape[-1]).sum(-2)
-        for d, x in ((d_query, query), (d_key, key))
-    )
-    d_rate = d_rate.sum(range(rate.ndim - 3)).reshape(rate.shape)
-    return *of_tasks, d_value, d_step, d_rate, d_state, None
+    d_query, d_key, d_value, d_dt, d_A, d_state = run("backward", *operands, *cotangents)
+    A = operands[4]
+    d_A = d_A.sum(range(A.ndim - 3)).reshape(A.shape)
+    return d_query.sum(-2), d_key.sum(-2), d_value, d_dt, d_A, d_state, None
 
 
-_recurrence = functools.partial(with_derivatives(_outputs, _with_residuals, _gradients), None)
-
-
-def _shapes(direction, query, key, value, step, rate, state, *_):
-    out = (*query.shape[:-1], value.shape[-1])
+def _shapes(direction, query, key, value, dt, A, state, *_):
     if direction == "forward":
-        return out, state.shape
+        return (*query.shape[:-1], value.shape[-1]), state.shape
     pieces = -(-value.shape[-1] // PIECE)
-    parts = ((*x.shape[:-2], x.shape[-2] * pieces, x.shape[-1]) for x in (query, key))
-    return *parts, value.shape, step.shape, rate.shape, state.shape
+    parts = ((*x.shape[:-1], pieces, x.shape[-1]) for x in (query, key))
+    return *parts, value.shape, dt.shape, A.shape, state.shape
 
 
 def _by_xla(direction, *arrays):
@@ -79,11 +114,10 @@ def _by_xla(direction, *arrays):
     config = Config(Terms, jnp.float32, chunk=by_xla.own_chunk())
 
     def of_example(*arrays):
-        query, key, value, step, rate, state, keep = arrays
+        query, key, value, dt, A, state, keep = arrays
         starts = keep[..., 0] == 0 if keep.shape[-1] else None
-        rate = jnp.swapaxes(rate, -1, -2)
-        keys = key, value, step
-        return by_xla.diagonal_recurrence(config, rate, state, query, keys, Tokens(starts=starts))
+        keys, tokens = (key, value, dt), Tokens(starts=starts)
+        return by_xla.diagonal_recurrence(config, A.swapaxes(-1, -2), state, query, keys, tokens)
 
     def gradients(*arrays):
         *some, keep = arrays[:7]
@@ -97,10 +131,15 @@ def _by_xla(direction, *arrays):
 
 
 def _names(direction, *arrays):
-    of_tokens, of_state = (None, HEADS, None), (HEADS, None, None)
+    of_tokens, of_state, of_parts = (
+        (None, HEADS, None),
+        (HEADS, None, None),
+        (None, HEADS, None, None),
+    )
     operands = *[of_tokens] * 4, of_state, of_state
     if direction == "backward":
-        return (*operands, (None, None), of_tokens, (ONCE, None, None)), operands
+        results = *[of_parts] * 2, *operands[2:]
+        return (*operands, (None, None), of_tokens, (ONCE, None, None)), results
     return (*operands, (None, None)), (of_tokens, (SAME, None, None))
 
 
@@ -109,3 +148,4 @@ def _by_kernel(direction, shapes, *arrays: Any):
 
 
 _kernel = kernel("effattn_diagonal_recurrence", _by_kernel, _by_xla, _shapes, _names)
+_of_block = with_gradients(_kernel, _gradients)

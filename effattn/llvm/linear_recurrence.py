@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from effattn import dispatch
 from effattn.arrays.axes import lead
-from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch.places import HEADS, ONCE, SAME
 from effattn.interfaces.linear_recurrence import (
     Config,
@@ -25,7 +24,7 @@ from effattn.interfaces.linear_recurrence import (
     masked_terms,
 )
 from effattn.llvm import runtime
-from effattn.llvm.primitive import in_first_part, kernel
+from effattn.llvm.primitive import in_first_part, kernel, with_gradients
 from effattn.xla import linear_recurrence as by_xla
 
 LIMITS = dispatch.Limits(
@@ -66,9 +65,10 @@ def backward(
 
 
 def _blocks(x):
-    """Blocks of tokens whose features, and the states of whose chunks, fit in a core's cache.
+    """Blocks of tokens for the cache of a core, of 128 tokens or more.
 
-    Features take 256 KB a head, and the states of all chunks of a block 1 MB.
+    A head's features take up to 256 KB, and the states of all chunks of a block up to 1 MB, unless
+    128 tokens need more.
     """
     *_, features, values = x.state.shape
     tokens = min(2**16 // features, 2**22 // (features * values))
@@ -97,7 +97,7 @@ def _run(config, chunk, parameters, state, queries, keys, tokens):
         output, after = _recurrence(query, key, terms.value, state, *others)
     else:
         output, after = _before_each_token(query, key, terms.value, state, *others)
-        output += _own(terms, output.shape[-2])
+        output += _bonus_output(terms, output.shape[-2])
     return after, clear(divided(config, output, terms.least), tokens.query_mask)
 
 
@@ -115,7 +115,7 @@ def _before_each_token(query, key, value, state, *others):
     return jnp.concatenate([first[..., None, :, :], output[..., :-1, :, :]], time), after
 
 
-def _own(terms, heads):
+def _bonus_output(terms, heads):
     """The share of the bonus in the output: (q . diag(u) k) v of each token."""
     bonus = lead(terms.bonus, terms.key.ndim)
     found = terms.query, terms.key * bonus, terms.value
@@ -133,18 +133,9 @@ def _pull_back(cotangents, config, chunk, parameters, state, queries, keys, toke
     return jax.vjp(run, parameters, state, queries, keys)[1](cotangents)
 
 
-def _outputs(_, *operands):
-    return _kernel("forward", *operands)
-
-
-def _with_residuals(_, *operands):
-    return _outputs(_, *operands), operands
-
-
-def _gradients(_, operands, cotangents):
+def _gradients(run, operands, cotangents):
     """Gradients of heads that several states or outputs share are summed here."""
-    found = _kernel("backward", *operands, *cotangents)
-    return tuple(map(_summed, found, operands))
+    return tuple(map(_summed, run("backward", *operands, *cotangents), operands))
 
 
 def _summed(gradient, operand):
@@ -153,9 +144,6 @@ def _summed(gradient, operand):
         return gradient
     *outer, many, size = gradient.shape
     return gradient.reshape(*outer, heads, many // heads, size).sum(-2)
-
-
-_recurrence = functools.partial(with_derivatives(_outputs, _with_residuals, _gradients), None)
 
 
 def _shapes(direction, query, key, value, state, log_decay, recalled, removed, *_):
@@ -204,3 +192,4 @@ def _by_kernel(direction, shapes, *arrays: Any):
 
 
 _kernel = kernel("effattn_linear_recurrence", _by_kernel, _by_xla, _shapes, _names)
+_recurrence = with_gradients(_kernel, _gradients)

@@ -14,9 +14,9 @@ from effattn.llvm.primitive import kernel
 from effattn.xla import linear_recurrence as by_xla
 from effattn.xla.conjugate_gradients import conjugate_gradients
 
-# A token is solved where the square of its residual is at most this share of that of its query:
-# further steps would change the solution by less than its rounding error.
-_RESOLVED = 1e-16
+# A token is solved where its residual is 1e-8 of its query, below the rounding errors of float32.
+# The number is the square of that share.
+_SOLVED = 1e-16
 
 
 def solve(
@@ -42,19 +42,19 @@ def solve(
       tokens: padding masks and starts of packed documents.
       num_steps: conjugate-gradient steps.
     """
-    key, log_decay = clear((key, log_decay[..., None]), tokens.key_mask)
+    key, beta, log_decay = clear((key, beta, log_decay[..., None]), tokens.key_mask)
     if tokens.starts is not None:
         log_decay = jnp.where(tokens.starts[..., None, None], -jnp.inf, log_decay)
     arrays = query, beta[..., None] * key, key, state, log_decay, lead(diagonal, state.ndim - 1)
-    (solution,) = _kernel(num_steps, *arrays)
+    (solution,) = _kernel((num_steps, _SOLVED), *arrays)
     return solution
 
 
-def _shapes(num_steps, query, *_):
+def _shapes(static, query, *_):
     return (query.shape,)
 
 
-def _by_xla(num_steps, query, key, value, state, log_decay, diagonal):
+def _by_xla(static, query, key, value, state, log_decay, diagonal):
     config = Config(lambda _, query, keys: Terms(query, *keys), jnp.float32)
     keys = key, value, log_decay[..., 0]
     diagonal = jnp.repeat(diagonal, query.shape[-2] // key.shape[-2], -2)[..., None, :, :]
@@ -63,16 +63,17 @@ def _by_xla(num_steps, query, key, value, state, log_decay, diagonal):
         inputs = Inputs(None, state, x, keys, Tokens())
         return by_xla.forward(config, inputs)[0][0] + x * diagonal
 
-    return (conjugate_gradients(product, query, num_steps),)
+    return (conjugate_gradients(product, query, static[0]),)
 
 
-def _names(num_steps, *_):
+def _names(static, *_):
     of_tokens, of_state = (None, HEADS, None), (HEADS, None, None)
     return (*[of_tokens] * 3, of_state, of_tokens, (HEADS, None)), (of_tokens,)
 
 
-def _by_kernel(num_steps, shapes, *arrays: Any):
-    attributes = {"limits": np.array([num_steps]), "scale": np.float32(_RESOLVED)}
+def _by_kernel(static, shapes, *arrays: Any):
+    num_steps, solved = static
+    attributes = {"limits": np.array([num_steps]), "scale": np.float32(solved)}
     return runtime.call("effattn_mesa_forward", shapes, arrays, **attributes)
 
 

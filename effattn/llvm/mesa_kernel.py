@@ -5,12 +5,12 @@ For each query q_t, conjugate gradients solve (G_t + diag(r)) x_t = q_t, where
     G_t = exp(log_decay_t) G_(t-1) + w_t k_t^T
 
 is symmetric (w_t is a multiple of k_t). A task is one key head, with its query heads. It goes
-through chunks as in `recurrence_kernels`. All steps of a chunk run with the state in cache: with
-the search directions P as rows, a step needs
+through chunks as in `recurrence_kernels`, and takes all steps of a chunk with the state in cache.
+For a search direction p_t, a step needs
 
-    P G = (P exp(W)) S + ((P w^T) * E) K + P diag(r),
+    p_t (G_t + diag(r)) = exp(g_t) p_t S + sum_(j<=t) E_tj (p_t . w_j) k_j + r * p_t,
 
-where W is the log decay since the start of the chunk and E_tj is the decay from token j to t.
+where S is G before the chunk, g_t the log decay since then, and E_tj the decay from token j to t.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from effattn.llvm import runtime
-from effattn.llvm.recurrence_scan import Scan
+from effattn.llvm.recurrence_scan import Scan, write_products
 from effattn.llvm.recurrence_walks import CHUNK, WRITES
 from effattn.llvm.tiles import Rows
 
@@ -44,14 +44,9 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     the number of steps. A token ends before them if the square of its residual is at most `scale`
     times that of its query. A batch axis of length 1 of an argument is broadcast.
     """
-    from effattn.llvm.codegen import vectors_at_once, write_product
     from effattn.llvm.handlers import write_handler
 
-    widths = vectors_at_once(lanes)
-    functions = {
-        update: write_product(module, f"{name}_{update}", lanes, widths, update)
-        for update in ("set", "add")
-    }
+    functions = write_products(module, name, lanes)
 
     def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, Any]:
         tokens, query_heads, features = frame.last_sizes(0, 3)
@@ -90,7 +85,7 @@ def _memory(code: Code, job: Job) -> dict[str, Any]:
         **dict.fromkeys(("writes", "kept", "written"), code.mul(WRITES, width)),
         **dict.fromkeys(of_tokens, code.mul(CHUNK, width)),
         "since": code.mul(CHUNK + 1, width),
-        **dict.fromkeys(("growth", "base", "diagonal"), width),
+        **dict.fromkeys(("factor", "identity", "diagonal"), width),
         "writes_t": code.mul(width, WRITES),
         **dict.fromkeys(("pairs", "between"), CHUNK * WRITES),
         **dict.fromkeys(("squares", "limits"), CHUNK),
@@ -128,7 +123,7 @@ class _Solver(Scan):
                 own = code.load(log_decay, code.mul(j, self.width))
                 code.set(total, code.builder.fadd(code.get(total), own))
             with code.loop(0, WRITES, code.lanes) as j:
-                code.store_vector(code.exp(code.load_vector(row, j)), row, j)
+                code.store_vector(code.decay(code.load_vector(row, j)), row, j)
 
     def begin(self) -> None:
         """Starts from x = 0: the residual and the first search direction are the query."""
@@ -140,7 +135,10 @@ class _Solver(Scan):
         with code.loop(0, self.tokens) as i:
             square = self._dot(self._token("residual", i), self._token("residual", i))
             code.store(square, self.scratch["squares"], i)
-            code.store(code.builder.fmul(square, tolerance), self.scratch["limits"], i)
+            limit = code.builder.fmul(square, tolerance)
+            is_finite = code.builder.fcmp_ordered("<", limit, code.float32(3e38))
+            limit = code.builder.select(is_finite, limit, code.float32(3e38))
+            code.store(limit, self.scratch["limits"], i)
 
     def goes_on(self) -> Any:
         """Returns whether a residual is above its limit."""

@@ -1,6 +1,7 @@
 """A kernel as a JAX primitive, with an XLA implementation where the kernel cannot run."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from effattn.arrays import mesh_axes
+from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch.partition import partitioned
 from effattn.dispatch.places import Names, rows
 
@@ -107,14 +109,36 @@ def kernel(
     return run
 
 
-def in_first_part(gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A gradient `(..., heads, size)` as the parts that a kernel gives: the first has the whole.
+def with_gradients(run: Form, gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """The function `(*operands) -> run("forward", *operands)` with a backward pass.
 
-    Kernels give a gradient of shared heads as several parts of each head, with more heads in
-    `shape`.
+    Args:
+      run: a result of `kernel`, whose static argument is the direction.
+      gradients: `(run, operands, cotangents) -> gradients of the operands`, with None for an
+        operand without a gradient.
+    """
+
+    def outputs(_, *operands):
+        return run("forward", *operands)
+
+    def with_residuals(_, *operands):
+        return run("forward", *operands), operands
+
+    def backward(_, operands, cotangents):
+        return gradients(run, operands, cotangents)
+
+    return functools.partial(with_derivatives(outputs, with_residuals, backward), None)
+
+
+def in_first_part(gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A gradient `(..., heads, size)` as parts, of which kernels give several for a head.
+
+    The parts have `shape`, with more heads or an axis of parts after the heads. The first part of
+    each head is the gradient, the others are zero.
     """
     if gradient.shape == shape:
         return gradient
-    *outer, heads, size = gradient.shape
-    zeros = jnp.zeros_like(gradient, shape=(*outer, heads, shape[-2] // heads - 1, size))
+    size = gradient.shape[-1]
+    parts = math.prod(shape) // gradient.size - 1
+    zeros = jnp.zeros_like(gradient, shape=(*gradient.shape[:-1], parts, size))
     return jnp.concatenate([gradient[..., None, :], zeros], -2).reshape(shape)

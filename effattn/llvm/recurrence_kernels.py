@@ -4,21 +4,26 @@ A task is one state S (F, D) and its query heads. It goes through chunks of `CHU
 *writes* its key k and value v, and in the delta form also `removed`, a, with the value -u. It
 *reads* the state with its query q after it writes, and in the delta form with `recalled`, b, before
 its own decay. With E_ij the decay from token j to token i and G_i the decay since the start of the
-chunk, the numbers that say how much a token reads of each write of its chunk are
+chunk of C tokens, the weights of the writes of the chunk are
 
     A_ij = q_i . (E_ij k_j)  for j <= i,    L_ij = b_i . (E_(i-1)j k_j)  for j < i.
 
-The writes W (the values, and -u where `removed` is given), the output and the next state are
+The rows of W are the values of the writes. In the delta form, each token has
 
-    W_i = v_i - (b_i G_(i-1)) S - sum_j L_ij W_j        (without the delta form, W_i = v_i)
-    Y = (q G) S + A W,    S' = G_C S + (E_C k)^T W.
+    u_i = (b_i G_(i-1)) S + sum_j L_ij W_j,
+
+and W_i = v_i - u_i; with `removed`, W_i = v_i for the key, and -u_i for the removed vector, and the
+sums are over the rows of both. The output and the next state are
+
+    Y = (q G) S + A W,    S' = G_C S + (E_Cj k_j)^T W.
 
 Writes that decay are kept as rows: token by token, each row is multiplied by the decay of the
 token. Decays are thus never divided, nor is a sum of log decays subtracted from another.
 
 The gradients go forward in time for the states at the starts of chunks, and backward in time for
-the rest. There, each row has a gradient Z_j, to which each token adds what it read of the row. The
-gradient of a log decay is the sum over rows of Z_j times the row, after the token's decay.
+the rest. There, each row has a gradient Z_j, to which each token adds its share. The gradient of a
+log decay is the sum over the earlier rows of Z_j times the row after the token's decay, and the
+same product for the state at the start of the chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from effattn.llvm import runtime
-from effattn.llvm.recurrence_scan import Scan
+from effattn.llvm.recurrence_scan import Scan, write_products
 from effattn.llvm.recurrence_walks import CHUNK, WRITES, write_walk, write_walk_back
 from effattn.llvm.tiles import Rows
 
@@ -67,7 +72,7 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     axis of length 1 of an argument is broadcast.
     """
     functions = {
-        **_products(module, name, lanes),
+        **write_products(module, name, lanes),
         "read": write_walk(module, name, lanes, "read"),
         "recall": write_walk(module, name, lanes, "recall"),
     }
@@ -98,7 +103,7 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     query have as many heads as the output, those of key, log_decay, recalled and removed V heads.
     """
     functions = {
-        **_products(module, name, lanes),
+        **write_products(module, name, lanes),
         "read": write_walk(module, name, lanes, "read", keep_all=True),
         "recall": write_walk(module, name, lanes, "recall"),
         "read_back": write_walk_back(module, name, lanes, "read"),
@@ -171,16 +176,6 @@ def _scan(code, job, functions, memory, number, signature, sizes):
     return Scan(code, job, functions, memory, number, arguments, sizes(code, job))
 
 
-def _products(module, name, lanes):
-    from effattn.llvm.codegen import vectors_at_once, write_product
-
-    widths = vectors_at_once(lanes)
-    return {
-        update: write_product(module, f"{name}_{update}", lanes, widths, update)
-        for update in ("set", "add")
-    }
-
-
 def _write(module, name, lanes, signature, task, memory):
     from effattn.llvm.handlers import write_handler
 
@@ -205,7 +200,7 @@ def _forward_memory(code: Code, job: Job) -> dict[str, Any]:
         **dict.fromkeys(("writes", "kept"), code.mul(WRITES, width)),
         **dict.fromkeys(of_tokens, code.mul(CHUNK, width)),
         "since": code.mul(CHUNK + 1, width),
-        **dict.fromkeys(("growth", "base"), width),
+        **dict.fromkeys(("factor", "identity"), width),
         "written": code.mul(WRITES, value_width),
         **dict.fromkeys(("out", "recalled_out"), code.mul(CHUNK, value_width)),
         **dict.fromkeys(("pairs", "recalled_pairs"), CHUNK * WRITES),

@@ -15,7 +15,18 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
     from effattn.llvm.codegen import Code
     from effattn.llvm.handlers import Job
 
-_LARGEST_GROWTH = -0.6931472  # log decays below this are factors: see `Scan.read_decays`
+_LOG_HALF = -0.6931472  # log decay of a state that keeps half
+
+
+def write_products(module: ir.Module, name: str, lanes: int) -> dict[str, ir.Function]:
+    """Generates the matrix products that set their result, and that add to it: "set", "add"."""
+    from effattn.llvm.codegen import vectors_at_once, write_product
+
+    widths = vectors_at_once(lanes)
+    return {
+        update: write_product(module, f"{name}_{update}", lanes, widths, update)
+        for update in ("set", "add")
+    }
 
 
 class Scan:
@@ -64,7 +75,7 @@ class Scan:
         self.query_head = self.out_head = self.chunk = self.first = code.integer(0)
         self.tokens = self.writes = code.integer(0)
         with code.loop(0, self.width, code.lanes) as f:
-            code.store_vector(code.number(1.0), self.scratch["base"], f)
+            code.store_vector(code.number(1.0), self.scratch["identity"], f)
         for name, rows in (("decay", CHUNK), ("since", CHUNK + 1)):
             self.ops.fill(self.scratch[name], code.mul(rows, self.width), 1.0)
 
@@ -162,11 +173,11 @@ class Scan:
         """Sets `kept` to the writes, decayed until the end of the chunk."""
         code = self.code
         writes, kept, decay = (self.scratch[name] for name in ("writes", "kept", "decay"))
-        with code.loop(0, self.sets) as which, code.loop(0, self.width, code.lanes) as f:
+        with code.loop(0, self.sets) as write_set, code.loop(0, self.width, code.lanes) as f:
             until = code.variable(code.number(1.0))
             with code.loop(0, self.tokens) as n:
                 token = code.sub(code.sub(self.tokens, 1), n)
-                row = code.add(code.mul(which, self.tokens), token)
+                row = code.add(code.mul(write_set, self.tokens), token)
                 at = code.add(code.mul(row, self.width), f)
                 code.store_vector(
                     code.builder.fmul(code.load_vector(writes, at), code.get(until)), kept, at
@@ -239,17 +250,17 @@ class Scan:
     def _earlier_rows(self, token) -> Iterator[Any]:
         """Loops over the rows of writes of earlier tokens."""
         code = self.code
-        with code.loop(0, self.sets) as which:
-            first = code.mul(which, self.tokens)
+        with code.loop(0, self.sets) as write_set:
+            first = code.mul(write_set, self.tokens)
             with code.loop(first, code.add(first, token)) as row:
                 yield row
 
     def decay_state(self, name: str) -> None:
         """Multiplies a state by the decay over the chunk; see `read_decays`."""
         code = self.code
-        growth, base = self.scratch["growth"], self.scratch["base"]
+        arrays = self.scratch["factor"], self.scratch["identity"]
         with code.loop(0, self.job["features"]) as f:
-            factor, keep = (code.all_lanes(code.load(each, f)) for each in (growth, base))
+            factor, keep = (code.all_lanes(code.load(each, f)) for each in arrays)
             row = code.address(self.scratch[name], code.mul(f, self.value_width))
             with code.loop(0, self.value_width, code.lanes) as d:
                 x = code.load_vector(row, d)
@@ -335,13 +346,13 @@ class Scan:
     def read_decays(self) -> None:
         """Decays of each token, since the start of the chunk, and over the chunk.
 
-        A state x decays to `x * growth + x * base`. Where it keeps more than half, `base` is 1 and
-        `growth` is the decay less 1: many chunks of a slow decay then do not add up the error of a
-        decay near 1. Elsewhere `base` is 0, and `growth` is the decay.
+        A state x decays to `x * factor + x * identity`. Where it keeps more than half, `identity`
+        is 1 and `factor` is the decay less 1: many chunks of a slow decay then do not add up the
+        error of a decay near 1. Elsewhere `identity` is 0, and `factor` is the decay.
         """
         code, builder = self.code, self.code.builder
-        decay, since, growth, base = (
-            self.scratch[name] for name in ("decay", "since", "growth", "base")
+        decay, since, factor, identity = (
+            self.scratch[name] for name in ("decay", "since", "factor", "identity")
         )
         is_one = code.builder.icmp_signed("==", self.job["decays"], code.integer(1))
         log_decay = self.scratch["log_decay"]
@@ -356,20 +367,20 @@ class Scan:
                 at = code.add(code.mul(token, self.width), f)
                 own = code.load_vector(log_decay, at)
                 code.set(total, builder.fadd(code.get(total), own))
-                code.store_vector(code.exp(own), decay, at)
-                code.store_vector(code.exp(code.get(total)), since, code.add(at, self.width))
+                code.store_vector(code.decay(own), decay, at)
+                code.store_vector(code.decay(code.get(total)), since, code.add(at, self.width))
             whole = code.get(total)
-            is_slow = builder.fcmp_ordered(">", whole, code.number(_LARGEST_GROWTH))
-            slow, fast = code.exp_minus_one(whole), code.exp(whole)
-            code.store_vector(builder.select(is_slow, slow, fast), growth, f)
+            is_slow = builder.fcmp_ordered(">", whole, code.number(_LOG_HALF))
+            less_one = code.exp_minus_one(code.minimum(whole, code.number(88.0)))
+            code.store_vector(builder.select(is_slow, less_one, code.decay(whole)), factor, f)
             kept = builder.select(is_slow, code.number(1.0), code.number(0.0))
-            code.store_vector(kept, base, f)
+            code.store_vector(kept, identity, f)
         with code.when(is_one):
             for array, rows in (
                 (decay, self.tokens),
                 (code.address(since, self.width), self.tokens),
-                (growth, 1),
-                (base, 1),
+                (factor, 1),
+                (identity, 1),
             ):
                 self._spread(array, rows)
 

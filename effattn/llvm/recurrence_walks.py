@@ -50,8 +50,8 @@ def write_walk(
 
     ops = TileOps(code)
     ops.fill(pairs, code.mul(tokens, WRITES))
-    with code.loop(0, tokens) as i, code.loop(0, sets) as which:
-        first = code.mul(which, tokens)
+    with code.loop(0, tokens) as i, code.loop(0, sets) as write_set:
+        first = code.mul(write_set, tokens)
         of_token = row_of(decay, i), row_of(reads, i)
         before = code.mul(i, code.mul(sets, tokens))  # rows of the history before this token
         found = code.address(pairs, code.mul(i, WRITES))
@@ -66,15 +66,15 @@ def write_walk(
                     x = code.load_vector(source, at)
                     factor, reading = (code.load_vector(each, at) for each in of_token)
 
-                    def count(x, v=v, reading=reading):
+                    def accumulate(x, v=v, reading=reading):
                         code.set(totals[v], code.multiply_add(x, reading, code.get(totals[v])))
 
                     if recalls and not own:
-                        count(x)
+                        accumulate(x)
                     if not own:
                         x = code.builder.fmul(x, factor)
                     if not recalls:
-                        count(x)
+                        accumulate(x)
                     code.store_vector(x, target, at)
                     if keep_all:
                         code.store_vector(x, past, at)
@@ -164,8 +164,8 @@ def write_walk_back(module: ir.Module, name: str, lanes: int, kind: str) -> ir.F
                     code.set(d_read[v], code.multiply_add(d_pair, earlier, code.get(d_read[v])))
                     code.store_vector(z, to)
 
-            with code.loop(0, sets) as which:
-                first = code.mul(which, tokens)
+            with code.loop(0, sets) as write_set:
+                first = code.mul(write_set, tokens)
                 with code.loop(first, code.add(first, i)) as row:
                     pull(row, False)
                 if not recalls:

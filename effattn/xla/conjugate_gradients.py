@@ -21,7 +21,7 @@ def conjugate_gradients(
         return jnp.sum(a * b, -1, keepdims=True)
 
     def ratio(a, b):
-        """a / b, and 0 for a residual of zero, or one that has underflown."""
+        """a / b, and 0 for a residual of zero, or one that has underflowed."""
         return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
     def step(carry, _):

@@ -109,6 +109,47 @@ def test_slow_decays_stay_exact_over_many_chunks(decay):
     assert_close((ours, after), (expected, after_exact), 2e-6)
 
 
+def test_padding_may_hold_anything():
+    """NaN in the padding of any array reaches no output and no gradient of other tokens."""
+    rng = np.random.default_rng(2)
+    arrays = {
+        "query": rng.normal(size=(3, 40, 2, 4)),
+        "key": rng.normal(size=(3, 40, 2, 4)) / 2,
+        "value": rng.normal(size=(3, 40, 2, 6)),
+        "log_decay": -rng.random((3, 40, 2, 4)),
+        "beta": rng.random((3, 40, 2)),
+    }
+    lengths = np.array([40, 0, 17])
+    assert_padding_may_hold_anything(effattn.delta_rule_attention, arrays, lengths)
+
+
+def assert_padding_may_hold_anything(function, arrays, lengths):
+    """Compares the results and gradients of arrays whose padding is 0, and is NaN."""
+    arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
+    padding = np.arange(arrays["query"].shape[1]) >= lengths[:, None]
+
+    @jax.jit
+    def run(arrays):
+        def call(arrays):
+            named = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+            return function(**arrays, **named, implementation="llvm")
+
+        out, pull_back = jax.vjp(call, arrays)
+        return out, *pull_back(jnp.cos(out))
+
+    def filled(number):
+        return {
+            name: np.where(padding[(..., *[None] * (x.ndim - 2))], np.float32(number), x)
+            for name, x in arrays.items()
+        }
+
+    ours, expected = run(filled(np.nan)), run(filled(0))
+    assert np.isfinite(expected[0]).all()
+    np.testing.assert_array_equal(ours[0], expected[0])
+    for name, gradient in ours[1].items():
+        np.testing.assert_array_equal(gradient[~padding], expected[1][name][~padding])
+
+
 def test_nothing_of_an_earlier_document_remains():
     """Not even a rounding error: the results are equal bit for bit."""
     terms, state = draw(103, "token", (2, 2, 2), (5, 6), form="delta")
@@ -149,7 +190,7 @@ def test_hessians_are_those_of_xla(feature_map):
     assert_close(ours, theirs, 1e-5)
 
 
-def test_hessians_of_the_delta_rule_are_those_of_xla():
+def test_hessians_of_the_delta_rule_in_documents_are_those_of_xla():
     rng = np.random.default_rng(0)
     query, key, value = rng.normal(size=(3, 20, 1, 3)).astype(np.float32)
     log_decay, beta = -rng.random((20, 1, 3)).astype(np.float32), rng.random((20, 1))
@@ -161,6 +202,7 @@ def test_hessians_of_the_delta_rule_are_those_of_xla():
             value,
             log_decay=log_decay,
             beta=beta.astype(np.float32),
+            segment_ids=np.repeat([1, 2], [7, 13]),
             implementation=implementation,
         )
         return jnp.sum(out**2)

@@ -10,6 +10,7 @@ import pytest
 import effattn
 from effattn.llvm import mesa, runtime
 from effattn.testing.functions import assert_close
+from tests.llvm.test_linear_recurrence import assert_padding_may_hold_anything
 
 pytestmark = pytest.mark.skipif(
     runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
@@ -101,17 +102,50 @@ def test_vectors_of_every_width_agree(lanes, monkeypatch):
     assert_close(run(case, "llvm", np.float32), exact(case), 1e-5)
 
 
+def test_padding_may_hold_anything():
+    """NaN in the padding of any array reaches no output and no gradient of other tokens."""
+    rng = np.random.default_rng(2)
+    arrays = {
+        "query": rng.normal(size=(3, 40, 2, 4)),
+        "key": rng.normal(size=(3, 40, 2, 4)) / 2,
+        "value": rng.normal(size=(3, 40, 2, 6)),
+        "log_decay": -rng.random((3, 40, 2)),
+        "beta": rng.random((3, 40, 2)),
+    }
+    call = functools.partial(effattn.mesa_attention, regulariser=np.ones((2, 4), np.float32))
+    assert_padding_may_hold_anything(call, arrays, np.array([40, 0, 17]))
+
+
+def test_a_state_goes_on():
+    """Two halves, the second from the state of the first, are the whole."""
+    given = arrays_of(CASES["groups"], np.float32)
+    regulariser = given.pop("regulariser")
+    call = functools.partial(
+        effattn.mesa_attention, regulariser=regulariser, implementation="llvm", return_state=True
+    )
+    whole, after = call(**given)
+    early, state = call(**{name: x[:20] for name, x in given.items()})
+    late, last = call(**{name: x[20:] for name, x in given.items()}, initial_state=state)
+    assert_close((jnp.concatenate([early, late]), last), (whole, after), 1e-5)
+
+
+def test_an_infinite_query_has_no_finite_output():
+    given = arrays_of(CASES["groups"], np.float32)
+    given["query"][3] = np.inf
+    out = effattn.mesa_attention(**given, implementation="llvm")
+    assert not np.isfinite(out[3]).any()
+    assert np.isfinite(np.delete(out, 3, 0)).all()
+
+
 def test_a_token_stops_where_little_is_left_to_solve(monkeypatch):
     """With a coarse limit, a thousand steps give what few steps give."""
     case = CASES["groups"]
     given = arrays_of(case, np.float32)
     call = functools.partial(effattn.mesa_attention, **given, implementation="llvm")
     fine = call(num_steps=1000)
-    monkeypatch.setattr(mesa, "_RESOLVED", 0.01)
-    jax.clear_caches()
+    monkeypatch.setattr(mesa, "_SOLVED", 0.01)
     coarse = call(num_steps=1000)
     assert 1e-3 < np.abs(coarse - fine).max() < 0.5
-    jax.clear_caches()
 
 
 def test_no_token_before_a_change_notices_it():
