@@ -11,33 +11,20 @@ from effattn.advice import quality
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
-# The experiment `efficiency`: all mechanisms, then longer sequences of many.
-COSTS = "efficiency-all", "efficiency"
+COSTS = RESULTS / "efficiency-all" / "summary.json"  # the experiment `efficiency`
 
 
 @functools.cache
-def costs() -> list[Mapping[str, Any]]:
-    """All results of the experiment `efficiency`; the first has the latest times."""
-    paths = (RESULTS / name / "summary.json" for name in COSTS)
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-
-
-@functools.cache
-def _latest() -> list[Mapping[str, Any]]:
-    """The latest record of each mechanism, direction and length, by length."""
-    latest = {
-        (layer["mechanism"], layer["direction"], layer["length"]): layer
-        for found in reversed(costs())
-        for layer in found["layers"]
-    }
-    return sorted(latest.values(), key=lambda layer: layer["length"])
+def costs() -> Mapping[str, Any]:
+    """The result of the experiment `efficiency`."""
+    return json.loads(COSTS.read_text(encoding="utf-8"))
 
 
 def layers(direction: str | None = None, mechanism: str | None = None) -> list[Mapping[str, Any]]:
     """Records of layers, by length."""
     return [
         layer
-        for layer in _latest()
+        for layer in sorted(costs()["layers"], key=lambda layer: layer["length"])
         if direction in (None, layer["direction"]) and mechanism in (None, layer["mechanism"])
     ]
 
@@ -49,7 +36,7 @@ def times(found: Mapping[str, Any]) -> float | None:
 
 def machine() -> str:
     """The device of the costs, in words."""
-    environment = costs()[0]["config"]["environment"]
+    environment = costs()["config"]["environment"]
     return f"{environment['cores']} cores of a CPU with jax {environment['jax']}"
 
 

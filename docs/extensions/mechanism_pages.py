@@ -191,8 +191,7 @@ def _measured(entry: Mechanism) -> str:
             "Time of one layer as a multiple of that of exact attention, measured beside it (above "
             "1 is slower), and the memory of temporary arrays in a training step:",
             table(headings, rows),
-            f"Measured on {measurements.machine()}: all numbers [to 16,384 tokens]"
-            "(../report.md#efficiency-all) and [above](../report.md#efficiency).",
+            f"Measured on {measurements.machine()}: [all numbers](../report.md#efficiency-all).",
         ]
     scores = [
         (
