@@ -48,6 +48,7 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/functional/test_log_linear.py",), None),
         (("tests/laws",), "log_linear"),
     ),
+    r"xla/conjugate_gradients": ((("tests/functional/test_mesa.py",), None),),
     r"xla/inner_descent": (
         (("tests/functional/test_ttt_linear.py", "tests/functional/test_titans.py"), None),
         (("tests/laws",), "ttt_linear or titans"),

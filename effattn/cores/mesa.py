@@ -16,7 +16,6 @@ from effattn.arrays import mesh_axes
 from effattn.cores import sequence_parts
 from effattn.cores.linear_recurrence import call
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens
-from effattn.llvm import mesa
 from effattn.xla.conjugate_gradients import conjugate_gradients
 
 
@@ -71,6 +70,8 @@ def solve(
             return conjugate_gradients(product, query, num_steps)
 
         def by_kernel(query):
+            from effattn.llvm import mesa  # imported on first use: it imports a slow module
+
             return mesa.solve(query, *x, num_steps=num_steps)
 
         forms = dict.fromkeys(chosen.names, by_products)

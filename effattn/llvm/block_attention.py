@@ -116,12 +116,12 @@ def backward(
 
 
 def _with_bias(config, query, key, value, bias):
-    """Query, key, value, and the bias `(*B, N or 1, T, S)` or `(*B, 0, 0, 0)`.
+    """Query, key, value, and the bias `(*B, N or 1, T, S)` or `(*B, 1, 0, 0)`.
 
     A bias `(*#B, #K, #G, 1, S)` becomes one more feature of the keys. The queries have a 1 there,
     and the scale in the other features, so no bias is rounded.
     """
-    none = jnp.zeros((*(1,) * (query.ndim - 3), 0, 0, 0), _FLOAT32)
+    none = jnp.zeros((*(1,) * (query.ndim - 3), 1, 0, 0), _FLOAT32)
     if bias is None:
         return query, key, value, none
     if bias.shape[-2] == query.shape[-3] and bias.shape[-2:] != (1, key.shape[-3]):

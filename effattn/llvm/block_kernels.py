@@ -78,7 +78,7 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler of (out, largest, total).
 
     The arguments are (query, key, value, bias, query_ids, key_ids, key_ranges, starts, steps,
-    masks). Arrays are `(*B, L, heads, size)`, the bias `(*B, N or 1, T, S)` or `(*B, 0, 0, 0)`, ids
+    masks). Arrays are `(*B, L, heads, size)`, the bias `(*B, N or 1, T, S)` or `(*B, 1, 0, 0)`, ids
     `(*B, L)`, ranges those of `_ranges`, and the last three those of `layouts.Steps`, flat.
     `largest` `(*B, T, N)` is the largest logit, and `total` `(*B, T, N)` the sum of
     exp(logit - largest). A batch axis of length 1 of an argument is broadcast. The attributes are
@@ -306,7 +306,9 @@ def _read_frame(frame: Frame, job: Job) -> None:
     queries, heads, size = frame.last_sizes(0, 3)
     keys, key_heads, _ = frame.last_sizes(1, 3)
     (value_size,) = frame.last_sizes(2, 1)
-    bias_heads, _, _ = frame.last_sizes(3, 3)
+    bias_heads, bias_rows, _ = frame.last_sizes(3, 3)
+    has_bias = frame.code.less(0, bias_rows)
+    bias_heads = frame.code.builder.select(has_bias, bias_heads, frame.code.integer(0))
     sizes = queries, heads, size, keys, key_heads, value_size, bias_heads
     job["scale"] = frame.scale()
     for names, values in ((_SIZES, sizes), (ATTRIBUTES, frame.integers(len(ATTRIBUTES)))):

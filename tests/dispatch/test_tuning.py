@@ -218,8 +218,9 @@ def test_it_really_measures(arrays, monkeypatch):
     monkeypatch.setattr(
         block_xla, "tilings", lambda *call: {k: tiles[:1] for k, tiles in tilings(*call).items()}
     )
-    # The CPU kernels do not take a soft cap.
-    done = effattn.tune(functools.partial(CALL, logits_soft_cap=30.0), *arrays, rounds=2)
+    # The CPU kernels do not take a mask of pairs.
+    mask = np.tri(40, dtype=bool)[None, None]
+    done = effattn.tune(functools.partial(CALL, mask=mask), *arrays, rounds=2)
     rows = [row for row in done.rows if row.seconds is not None]
     assert {row.choice.implementation for row in rows} == {"xla"}
     kernels = {kernel for row in rows for kernel, _ in row.choice.tiles}

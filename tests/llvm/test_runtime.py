@@ -136,8 +136,9 @@ def test_constants_are_those_of_the_header():
 QUERY = np.ones((2, 20, 2, 8), np.float32)
 IDS, RANGES = np.ones((2, 20), np.int32), np.ones((2, 2), np.int32)
 NO_STEPS = (np.zeros((1, 0), np.int32),) * 3
-KNOWN = IDS, IDS, RANGES, *NO_STEPS
-LIMITS = np.array([9, 9, 0, 1, 0, 0, 1], np.int64)
+NO_BIAS = np.zeros((1, 1, 0, 0), np.float32)
+KNOWN = NO_BIAS, IDS, IDS, RANGES, *NO_STEPS
+LIMITS = np.array([9, 9, 0, 1, 0, 0, 1, 0], np.int64)
 RIGHT = {
     "operands": (QUERY, QUERY, QUERY, *KNOWN),
     "results": (QUERY.shape, QUERY.shape[:-1], QUERY.shape[:-1]),
@@ -150,20 +151,20 @@ RIGHT = {
     [
         ({"operands": (QUERY, jnp.bfloat16(QUERY), QUERY, *KNOWN)}, "key must be float32"),
         (
-            {"operands": (QUERY, QUERY, QUERY, IDS, np.uint8(IDS), RANGES, *NO_STEPS)},
+            {"operands": (QUERY, QUERY, QUERY, NO_BIAS, IDS, np.uint8(IDS), RANGES, *NO_STEPS)},
             "key_ids must be int32",
         ),
         ({"operands": (QUERY, QUERY, QUERY[0], *KNOWN)}, "value must be float32 with 3 axes"),
         (
-            {"operands": (QUERY, QUERY, QUERY, IDS[0], IDS, RANGES, *NO_STEPS)},
+            {"operands": (QUERY, QUERY, QUERY, NO_BIAS, IDS[0], IDS, RANGES, *NO_STEPS)},
             "query_ids must be int32 with 1 axes",
         ),
-        ({"operands": (QUERY, QUERY, QUERY)}, "needs 9 arguments"),
+        ({"operands": (QUERY, QUERY, QUERY)}, "needs 10 arguments"),
         ({"results": RIGHT["results"][:2]}, "needs 3 results"),
         ({"results": (QUERY.shape[:-1],) * 3}, "query must be float32 with 3 axes"),
         ({"attributes": {"scale": np.float32(1)}}, "needs the attributes limits"),
         ({"attributes": {"limits": LIMITS[:4], "scale": np.float32(1)}}, "needs the attributes"),
-        ({"attributes": {"limits": np.int32(LIMITS), "scale": np.float32(1)}}, "7 int64"),
+        ({"attributes": {"limits": np.int32(LIMITS), "scale": np.float32(1)}}, "8 int64"),
         ({"attributes": {"limits": LIMITS, "scale": np.float64(1)}}, "and scale, float32"),
         ({"attributes": {"limits": np.float32(1), "scale": LIMITS}}, "needs the attributes"),
     ],
