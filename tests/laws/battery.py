@@ -69,9 +69,9 @@ WITH_KERNELS = frozenset(
 MECHANISMS = [s._replace(tuned=s.name not in WITH_KERNELS) for s in MECHANISMS]
 # `tests.cores.test_chosen_blocks` compares the two forms of these, whose laws take long.
 COMPARED = frozenset({"moba", "native_sparse"})
-# In the recurrent family, the XLA form is under the laws in these: decays of heads and of features,
+# In the recurrent family, these have the XLA form under the laws: decays of tokens and of features,
 # the delta form, and reads before the token. `tests.xla` has all forms.
-RECURRENT = frozenset({"retention", "gated_linear", "gated_delta_net", "rwkv6", "mamba"})
+RECURRENT = frozenset({"gated_delta_net", "rwkv6", "mamba"})
 BY_XLA = [
     s._replace(implementation="xla", tuned=True)
     for s in MECHANISMS
