@@ -69,13 +69,14 @@ WITH_KERNELS = frozenset(
 MECHANISMS = [s._replace(tuned=s.name not in WITH_KERNELS) for s in MECHANISMS]
 # `tests.cores.test_chosen_blocks` compares the two forms of these, whose laws take long.
 COMPARED = frozenset({"moba", "native_sparse"})
-# In the recurrent family, these have the XLA form under the laws: decays of tokens and of features,
-# the delta form, and reads before the token. `tests.xla` has all forms.
-RECURRENT = frozenset({"gated_delta_net", "rwkv6", "mamba"})
+# Among users of the linear recurrence, these have its XLA form under the laws: a normaliser,
+# decays of tokens and of features, the delta form, and reads before the token. `tests.xla` has all.
+RECURRENCES = frozenset({"linear", "gated_delta_net", "rwkv6", "mamba"})
 BY_XLA = [
     s._replace(implementation="xla", tuned=True)
     for s in MECHANISMS
-    if s.name in WITH_KERNELS - COMPARED and (s.entry.family != "recurrent" or s.name in RECURRENT)
+    if s.name in WITH_KERNELS - COMPARED
+    and (s.entry.family not in ("linear", "recurrent") or s.name in RECURRENCES)
 ]
 IN_FLOAT32 = [*MECHANISMS, *BY_XLA]
 
