@@ -51,7 +51,9 @@ def refusal(config: Config, x: Inputs) -> str | None:
     given += ["a traced scale"] if config.scale is None else []
     given += ["a traced query_offset"] if config.offset is None else []
     given += (
-        [] if x.bias is None or _is_of_keys(x) or _is_of_pairs(x) else ["a bias of other pairs"]
+        []
+        if x.bias is None or _is_of_keys(x) or _is_of_pairs(x)
+        else ["a bias other than float32 numbers of keys or of pairs"]
     )
     given += (
         []

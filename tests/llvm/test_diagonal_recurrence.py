@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import effattn
 from effattn.llvm import runtime
 from effattn.testing.functions import assert_close
-from tests.llvm.test_linear_recurrence import assert_padding_may_hold_anything
+from tests.llvm.function_cases import by_kernel, exact
 
 pytestmark = pytest.mark.skipif(
     runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-def arrays_of(case, dtype):
+def arrays_of(case):
     batch, tokens, heads, key_heads, features, values, _ = case
     rng = np.random.default_rng(tokens)
     arrays = {
@@ -56,60 +56,27 @@ def arrays_of(case, dtype):
         "rate": -rng.random(size=(key_heads, values, features)) * 4,
         "initial_state": rng.normal(size=(*batch, key_heads, features, values)),
     }
-    return {name: x.astype(np.float32).astype(dtype) for name, x in arrays.items()}
+    return {name: x.astype(np.float32) for name, x in arrays.items()}
 
 
-def run(case, implementation, dtype):
-    """Output, final state, and the gradients of all arrays."""
-    call = functools.partial(
-        effattn.selective_scan, return_state=True, implementation=implementation, **case[-1]
-    )
-
-    def with_gradients(arrays):
-        results, pull_back = jax.vjp(lambda given: call(**given), arrays)
-        cotangents = [(np.arange(x.size).reshape(x.shape) % 7 - 3) / 4 for x in results]
-        return results, pull_back(tuple(x.astype(dtype) for x in cotangents))
-
-    return jax.jit(with_gradients)(arrays_of(case, dtype))
-
-
-def exact(case):
-    with jax.enable_x64(True):
-        return run(case, "xla", np.float64)
+def assert_exact(case):
+    call = functools.partial(effattn.selective_scan, **case[-1])
+    assert_close(by_kernel(call, arrays_of(case)), exact(call, arrays_of(case)), 2e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_agrees_with_float64(name):
-    assert_close(run(CASES[name], "llvm", np.float32), exact(CASES[name]), 2e-6)
+    assert_exact(CASES[name])
 
 
-@pytest.mark.parametrize("lanes", [4, 8, 16])
-def test_vectors_of_every_width_agree(lanes, monkeypatch):
-    """The test covers the widths that this processor has."""
-    if lanes > runtime.lanes():
-        pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
-    monkeypatch.setattr(runtime, "lanes", lambda: lanes)
-    jax.clear_caches()
-    case = CASES["groups"]
-    assert_close(run(case, "llvm", np.float32), exact(case), 2e-6)
-
-
-def test_padding_may_hold_anything():
-    """NaN in the padding of any array reaches no output and no gradient of other tokens."""
-    rng = np.random.default_rng(2)
-    arrays = {
-        "query": rng.normal(size=(3, 40, 1, 4)),
-        "key": rng.normal(size=(3, 40, 1, 4)),
-        "value": rng.normal(size=(3, 40, 1, 6)),
-        "step_size": rng.random((3, 40, 1, 6)),
-    }
-    call = functools.partial(effattn.selective_scan, rate=-np.ones((1, 6, 4), np.float32))
-    assert_padding_may_hold_anything(call, arrays, np.array([40, 0, 17]))
+@pytest.mark.usefixtures("lanes")
+def test_vectors_of_every_width_agree():
+    assert_exact(CASES["groups"])
 
 
 def test_a_rate_that_is_mapped_has_gradients_of_its_own():
     """Under `vmap`, the arrays of one example belong to the rate of that example."""
-    given = arrays_of(CASES["whole pieces"], np.float32)
+    given = arrays_of(CASES["whole pieces"])
     rates = np.stack([given["rate"], given["rate"] / 2])
 
     def gradient(rate, implementation):
@@ -128,7 +95,7 @@ def test_a_rate_that_is_mapped_has_gradients_of_its_own():
 @pytest.mark.parametrize("heads", [2, 4])
 def test_query_heads_of_one_key_head_on_several_devices(heads):
     """The gradients of the key head have parts of several tasks, and of several devices."""
-    given = arrays_of(((2,), 40, heads, 1, 4, 130, {}), np.float32)
+    given = arrays_of(((2,), 40, heads, 1, 4, 130, {}))
     mesh = jax.make_mesh((2,), ("heads",), (AxisType.Auto,), devices=jax.devices()[:2])
     spec = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
 
@@ -142,7 +109,7 @@ def test_query_heads_of_one_key_head_on_several_devices(heads):
 
 
 def test_hessians_are_those_of_xla():
-    given = arrays_of(((), 20, 1, 1, 2, 3, {}), np.float32)
+    given = arrays_of(((), 20, 1, 1, 2, 3, {}))
 
     def loss(step, implementation):
         arrays = {**given, "step_size": step}
@@ -170,6 +137,6 @@ def test_its_memory_does_not_grow_with_length():
 
 
 def test_it_says_what_it_does_not_take():
-    given = arrays_of(CASES["a token"], jnp.bfloat16)
+    given = {name: jnp.bfloat16(x) for name, x in arrays_of(CASES["a token"]).items()}
     with pytest.raises(NotImplementedError, match="takes float32, got bfloat16"):
         effattn.selective_scan(**given, implementation="llvm")

@@ -54,13 +54,8 @@ def test_it_agrees_with_one_token_at_a_time(name):
     assert_near(ours, exact(*args, normalized=normalized))
 
 
-@pytest.mark.parametrize("lanes", [4, 8, 16])
-def test_vectors_of_every_width_agree(lanes, monkeypatch):
-    """The test covers the widths that this processor has."""
-    if lanes > runtime.lanes():
-        pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
-    monkeypatch.setattr(runtime, "lanes", lambda: lanes)
-    jax.clear_caches()
+@pytest.mark.usefixtures("lanes")
+def test_vectors_of_every_width_agree():
     args = draw(50, "feature", (4, 2, 2), (17, 33), False, "own")
     assert_near(with_gradients(of_kernels, *args), exact(*args))
 
@@ -107,47 +102,6 @@ def test_slow_decays_stay_exact_over_many_chunks(decay):
     (ours, after), _ = with_gradients(of_kernels, terms, state)
     (expected, after_exact), _ = exact(terms, state)
     assert_close((ours, after), (expected, after_exact), 2e-6)
-
-
-def test_padding_may_hold_anything():
-    """NaN in the padding of any array reaches no output and no gradient of other tokens."""
-    rng = np.random.default_rng(2)
-    arrays = {
-        "query": rng.normal(size=(3, 40, 2, 4)),
-        "key": rng.normal(size=(3, 40, 2, 4)) / 2,
-        "value": rng.normal(size=(3, 40, 2, 6)),
-        "log_decay": -rng.random((3, 40, 2, 4)),
-        "beta": rng.random((3, 40, 2)),
-    }
-    lengths = np.array([40, 0, 17])
-    assert_padding_may_hold_anything(effattn.delta_rule_attention, arrays, lengths)
-
-
-def assert_padding_may_hold_anything(function, arrays, lengths):
-    """Compares the results and gradients of arrays whose padding is 0, and is NaN."""
-    arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
-    padding = np.arange(arrays["query"].shape[1]) >= lengths[:, None]
-
-    @jax.jit
-    def run(arrays):
-        def call(arrays):
-            named = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-            return function(**arrays, **named, implementation="llvm")
-
-        out, pull_back = jax.vjp(call, arrays)
-        return out, *pull_back(jnp.cos(out))
-
-    def filled(number):
-        return {
-            name: np.where(padding[(..., *[None] * (x.ndim - 2))], np.float32(number), x)
-            for name, x in arrays.items()
-        }
-
-    ours, expected = run(filled(np.nan)), run(filled(0))
-    assert np.isfinite(expected[0]).all()
-    np.testing.assert_array_equal(ours[0], expected[0])
-    for name, gradient in ours[1].items():
-        np.testing.assert_array_equal(gradient[~padding], expected[1][name][~padding])
 
 
 def test_nothing_of_an_earlier_document_remains():

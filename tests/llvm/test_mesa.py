@@ -10,7 +10,7 @@ import pytest
 import effattn
 from effattn.llvm import mesa, runtime
 from effattn.testing.functions import assert_close
-from tests.llvm.test_linear_recurrence import assert_padding_may_hold_anything
+from tests.llvm.function_cases import by_kernel, exact
 
 pytestmark = pytest.mark.skipif(
     runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-def arrays_of(case, dtype):
+def arrays_of(case):
     batch, tokens, heads, key_heads, features, values, _, _ = case
     rng = np.random.default_rng(tokens)
     key = rng.normal(size=(*batch, tokens, key_heads, features))
@@ -57,68 +57,27 @@ def arrays_of(case, dtype):
         "log_decay": -rng.random((*batch, tokens, key_heads)) / 4,
         "regulariser": 0.3 + rng.random((key_heads, features)),
     }
-    return {name: x.astype(np.float32).astype(dtype) for name, x in arrays.items()}
+    return {name: x.astype(np.float32) for name, x in arrays.items()}
 
 
-def run(case, implementation, dtype):
-    """The output, the state, and the gradients of all arrays."""
-    *_, steps, options = case
-    call = functools.partial(
-        effattn.mesa_attention,
-        num_steps=steps,
-        return_state=True,
-        implementation=implementation,
-        **options,
-    )
-
-    def with_gradients(arrays):
-        results, pull_back = jax.vjp(lambda given: call(**given), arrays)
-        cotangents = jax.tree.map(
-            lambda x: ((np.arange(x.size).reshape(x.shape) % 7 - 3) / 4).astype(dtype), results
-        )
-        return results, pull_back(cotangents)
-
-    return jax.jit(with_gradients)(arrays_of(case, dtype))
-
-
-def exact(case):
-    with jax.enable_x64(True):
-        return run(case, "xla", np.float64)
+def assert_exact(case):
+    call = functools.partial(effattn.mesa_attention, num_steps=case[-2], **case[-1])
+    assert_close(by_kernel(call, arrays_of(case)), exact(call, arrays_of(case)), 1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_agrees_with_as_many_steps_in_float64(name):
-    assert_close(run(CASES[name], "llvm", np.float32), exact(CASES[name]), 1e-5)
+    assert_exact(CASES[name])
 
 
-@pytest.mark.parametrize("lanes", [4, 8, 16])
-def test_vectors_of_every_width_agree(lanes, monkeypatch):
-    """The test covers the widths that this processor has."""
-    if lanes > runtime.lanes():
-        pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
-    monkeypatch.setattr(runtime, "lanes", lambda: lanes)
-    jax.clear_caches()
-    case = CASES["groups"]
-    assert_close(run(case, "llvm", np.float32), exact(case), 1e-5)
-
-
-def test_padding_may_hold_anything():
-    """NaN in the padding of any array reaches no output and no gradient of other tokens."""
-    rng = np.random.default_rng(2)
-    arrays = {
-        "query": rng.normal(size=(3, 40, 2, 4)),
-        "key": rng.normal(size=(3, 40, 2, 4)) / 2,
-        "value": rng.normal(size=(3, 40, 2, 6)),
-        "log_decay": -rng.random((3, 40, 2)),
-        "beta": rng.random((3, 40, 2)),
-    }
-    call = functools.partial(effattn.mesa_attention, regulariser=np.ones((2, 4), np.float32))
-    assert_padding_may_hold_anything(call, arrays, np.array([40, 0, 17]))
+@pytest.mark.usefixtures("lanes")
+def test_vectors_of_every_width_agree():
+    assert_exact(CASES["groups"])
 
 
 def test_a_state_goes_on():
     """Two halves, the second from the state of the first, are the whole."""
-    given = arrays_of(CASES["groups"], np.float32)
+    given = arrays_of(CASES["groups"])
     regulariser = given.pop("regulariser")
     call = functools.partial(
         effattn.mesa_attention, regulariser=regulariser, implementation="llvm", return_state=True
@@ -130,7 +89,7 @@ def test_a_state_goes_on():
 
 
 def test_an_infinite_query_has_no_finite_output():
-    given = arrays_of(CASES["groups"], np.float32)
+    given = arrays_of(CASES["groups"])
     given["query"][3] = np.inf
     out = effattn.mesa_attention(**given, implementation="llvm")
     assert not np.isfinite(out[3]).any()
@@ -140,7 +99,7 @@ def test_an_infinite_query_has_no_finite_output():
 def test_a_token_stops_where_little_is_left_to_solve(monkeypatch):
     """With a coarse limit, a thousand steps give what few steps give."""
     case = CASES["groups"]
-    given = arrays_of(case, np.float32)
+    given = arrays_of(case)
     call = functools.partial(effattn.mesa_attention, **given, implementation="llvm")
     fine = call(num_steps=1000)
     monkeypatch.setattr(mesa, "_SOLVED", 0.01)
@@ -150,7 +109,7 @@ def test_a_token_stops_where_little_is_left_to_solve(monkeypatch):
 
 def test_no_token_before_a_change_notices_it():
     """Earlier outputs stay equal bit for bit, though the tokens of a chunk are solved together."""
-    given = arrays_of(CASES["groups"], np.float32)
+    given = arrays_of(CASES["groups"])
     call = functools.partial(effattn.mesa_attention, implementation="llvm")
     changed = {name: np.array(x) for name, x in given.items()}
     for name in ("query", "key", "value"):
@@ -161,14 +120,14 @@ def test_no_token_before_a_change_notices_it():
 
 
 def test_a_query_of_zeros_has_an_output_of_zeros():
-    given = arrays_of(CASES["groups"], np.float32)
+    given = arrays_of(CASES["groups"])
     given["query"] = 0 * given["query"]
     out = effattn.mesa_attention(**given, implementation="llvm")
     np.testing.assert_array_equal(out, 0)
 
 
 def test_under_vmap_the_shared_arrays_stay_shared():
-    given = arrays_of(CASES["groups"], np.float32)
+    given = arrays_of(CASES["groups"])
     call = functools.partial(effattn.mesa_attention, implementation="llvm")
     queries = jnp.stack([given["query"], 2 * given["query"]])
     ours = jax.vmap(lambda query: call(**{**given, "query": query}))(queries)

@@ -1,0 +1,16 @@
+"""Fixtures of the tests of CPU kernels."""
+
+import jax
+import pytest
+
+from effattn.llvm import runtime
+
+
+@pytest.fixture(params=[4, 8, 16])
+def lanes(request, monkeypatch):
+    """Kernels with vectors of so many numbers, if this processor has them."""
+    if request.param > runtime.lanes():
+        pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
+    monkeypatch.setattr(runtime, "lanes", lambda: request.param)
+    jax.clear_caches()
+    return request.param
