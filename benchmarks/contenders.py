@@ -227,7 +227,7 @@ def _chunked(name: str, *of_key: Callable, normalized: bool = False):
 
 
 def _recurrences(computes: str, ours: Callable, peer: tuple | None = None):
-    """Returns a recurrence, here and in XLA and in a peer, and exact causal attention."""
+    """Returns a recurrence by default, in XLA and in a peer, and exact causal attention."""
     theirs = (
         ()
         if peer is None

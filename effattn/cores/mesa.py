@@ -63,6 +63,7 @@ def solve(
     keys = x.key, x.key, x.beta, x.log_decay
     inputs = Inputs(None, x.state, query, keys, x.tokens)
     chosen = dispatch.choose(implementation, call(mechanism, Config(terms, query.dtype), inputs))
+    # The kernel knows one device's tokens and heads; elsewhere the recurrence of `product` does.
     has_kernel = sequence_parts.current() is None and not mesh_axes.explicit(query)
 
     def by_steps(product, query):

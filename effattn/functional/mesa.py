@@ -70,7 +70,7 @@ def mesa_attention(
 
     The equation is solved by `num_steps` steps of conjugate gradients, from zero, for all tokens
     together: a step is a linear attention with the search directions as queries, on the core of
-    linear recurrences. On CPUs in float32, a kernel takes all steps of 16 tokens in turn, and a
+    linear recurrences. On CPUs in float32, a kernel solves 16 tokens at a time, and a
     token stops before `num_steps` once its residual is 1e-8 of its query. The gradient is that of
     the exact solution, and takes at most as many steps. In exact arithmetic H steps suffice. Fewer
     steps give an approximation, whose error grows with the ratio of the largest to the smallest

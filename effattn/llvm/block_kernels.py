@@ -79,7 +79,8 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
 
     The arguments are (query, key, value, bias, query_ids, key_ids, key_ranges, starts, steps,
     masks). Arrays are `(*B, L, heads, size)`, the bias `(*B, N or 1, T, S)` or `(*B, 1, 0, 0)`, ids
-    `(*B, L)`, ranges those of `_ranges`, and the last three those of `layouts.Steps`, flat.
+    `(*B, L)`, ranges those of `block_attention._ranges`, and the last three those of
+    `layouts.Steps`, flat.
     `largest` `(*B, T, N)` is the largest logit, and `total` `(*B, T, N)` the sum of
     exp(logit - largest). A batch axis of length 1 of an argument is broadcast. The attributes are
     `limits` and `scale`.

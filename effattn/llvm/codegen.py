@@ -271,7 +271,7 @@ class Code:
         return self._where_normal(x, self.builder.fmul(power, scale), 0.0)
 
     def decay(self, x: Any) -> Any:
-        """exp(x) for any x; infinite above 88.7."""
+        """exp(x) for any x; infinite above 88.4."""
         return self.exp(self.minimum(x, self.number(88.73)))
 
     def exp_minus_one(self, x: Any) -> Any:

@@ -10,8 +10,8 @@ first, it computes the columns and decays of all tokens of the chunk from those 
 backward in time, with the gradient R of the columns after a token and
 E = R * exp(A * dt_t) * S_(t-1),
 
-    dq_t = S_t dy_t,  dk_t = R (dt_t * v_t),  d(dt_t * v_t) = R^T k_t,
-    d(dt_t) = sum_f A * E,  dA = sum_t dt_t * E.
+    dq_t = S_t dy_t,  dk_t = R (dt_t * v_t),  dv_t = dt_t * (R^T k_t),
+    d(dt_t) = v_t * (R^T k_t) + sum_f A * E,  dA = sum_t dt_t * E.
 
 The gradients of queries and keys are sums over the values: each task writes its part of them.
 """

@@ -42,10 +42,7 @@ def diagonal_recurrence(
 
 
 def _blocks(features):
-    """Blocks of tokens, so that the states of the chunks of a block take 1 MB or less a task.
-
-    A block has 128 tokens or more, which take more with over 128 features.
-    """
+    """Blocks of tokens: the states of their chunks take 1 MB or less a task up to 64 features."""
     return in_blocks.Blocks(_run, _pull_back, min(max(2**16 // features, 128), 1024))
 
 

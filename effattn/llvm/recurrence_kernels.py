@@ -1,10 +1,10 @@
 """Kernels of the linear recurrence on CPUs, with decays and the delta form, in float32.
 
 A task is one state S (F, D) and its query heads. It goes through chunks of `CHUNK` tokens. A token
-*writes* its key k and value v, and in the delta form also `removed`, a, with the value -u. It
-*reads* the state with its query q after it writes, and in the delta form with `recalled`, b, before
-its own decay. With E_ij the decay from token j to token i and G_i the decay since the start of the
-chunk of C tokens, the weights of the writes of the chunk are
+*writes* a value for its key k: v, or v - u in the delta form. With `removed`, a, it writes v for k
+and -u for a. It *reads* the state with its query q after it writes, and in the delta form with
+`recalled`, b, before its own decay. With E_ij the decay from token j to token i and G_i the decay
+since the start of the chunk of C tokens, the weights of the writes of the chunk are
 
     A_ij = q_i . (E_ij k_j)  for j <= i,    L_ij = b_i . (E_(i-1)j k_j)  for j < i.
 

@@ -159,7 +159,10 @@ class Scan:
         self.ops.fill(self.scratch["d_since"], self.width)
 
     def decay_reads(self, reads: str, to: str, later: int) -> None:
-        """Reads times the decay since the start of the chunk, until a token or `later`."""
+        """Multiplies reads by the decay from the start of the chunk to before their token's own.
+
+        With `later=1`, to after it.
+        """
         since = self.code.address(self.scratch["since"], self.code.mul(self.width, later))
         self._multiply(self.scratch[reads], since, self.scratch[to], self.tokens)
 
