@@ -79,6 +79,7 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/laws",), "hyena or s4"),
     ),
     r"xla/paged_attention": ((("tests/functional/test_paged.py",), None),),
+    r"llvm/native_sparse\w*": ((("tests/llvm/test_native_sparse.py",), None),),
     r"llvm/.*": (
         (("tests/llvm",), None),
         (("tests/laws",), "softmax or sliding_window or linear or cosformer"),

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn import dispatch
 from effattn.arrays import checks, dtypes
 from effattn.arrays.products import widened
 from effattn.arrays.segments import positions_from
-from effattn.cores import attention, chosen_blocks, folding
+from effattn.cores import attention, chosen_blocks, folding, packed_pairs
 
+Heads = tuple[jax.Array, jax.Array, jax.Array]
 Compress = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 SIZES = ("compression_size", "compression_stride", "block_size", "num_selected", "window_size")
@@ -165,7 +167,7 @@ class _Queries(NamedTuple):
 
 def attend(
     settings: Settings,
-    heads: tuple[jax.Array, jax.Array, jax.Array],
+    heads: Heads,
     compressed: tuple[jax.Array, jax.Array],
     gates: jax.Array,
     offset: int | jax.Array,
@@ -193,13 +195,94 @@ def attend(
     query, key, value = heads
     if 0 in (*query.shape[:-2], key.shape[-3]):
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
+    if documents is not None or not isinstance(offset, int):
+        return _attend_branches(
+            settings, heads, compressed, gates, offset, limits, documents, **options
+        )
+    return _attend_whole(settings, heads, compressed, gates, limits, **options)
+
+
+def _attend_whole(
+    settings: Settings, heads: Heads, compressed, gates, limits, **options
+) -> jax.Array:
+    """`attend` for whole sequences of one document, for which CPUs have a kernel."""
+    call = _call_of(heads, (*compressed, gates))
+    chosen = dispatch.choose(options["implementation"], call)
+
+    def by_branches(heads, compressed, gates, limits):
+        return _attend_branches(settings, heads, compressed, gates, 0, limits, **options)
+
+    def by_kernel(heads, compressed, gates, limits):
+        from effattn.llvm import native_sparse  # imported on first use: it imports a slow module
+
+        query, key, value = heads
+        scale = options["scale"]
+        if not isinstance(scale, float):  # the kernel needs a scale that is known now
+            query, scale = (query * scale).astype(query.dtype), 1.0
+        form = _by_xla(settings, scale, options["precision"])
+        config = native_sparse.Config(dataclasses.astuple(settings), scale, form)
+        head: Callable[..., jax.Array] = functools.partial(native_sparse.attend, config)
+        head = jax.vmap(head, (-3, *[-2] * 4, -3, None), -3)
+        for _ in limits.shape:
+            head = jax.vmap(head)
+        query, gates = (_in_groups(x, key.shape[-2]) for x in (query, gates))
+        out = head(query, key, value, *compressed, gates, limits)
+        return out.reshape(*heads[0].shape[:-1], value.shape[-1])
+
+    forms = dict.fromkeys(chosen.names, by_branches)
+    if "llvm" in forms:
+        forms["llvm"] = by_kernel
+    return dispatch.on_platform(chosen, _NAME, forms, heads, compressed, gates, limits)
+
+
+def _call_of(heads: Heads, others: tuple[jax.Array, ...]) -> dispatch.Call:
+    """Description of a call of `_attend_whole`, for `dispatch.choose`."""
+    query, key, value = heads
+    given = attention.check(_NAME, query, key, value, scale=1.0)
+    found = attention.call_of(query, key, value, given)
+    refusals = {name: found.refusals[name] for name in (*packed_pairs.KERNELS, "xla")}
+
+    def refusal():
+        from effattn.llvm import native_sparse  # imported on first use: it imports a slow module
+
+        return native_sparse.refusal(*heads, *others)
+
+    return found._replace(refusals=refusals | {"llvm": refusal}, signature=None)
+
+
+@functools.cache  # so that equal calls reuse one compiled program
+def _by_xla(settings: Settings, scale: float, precision: Any) -> Callable[..., jax.Array]:
+    """The form in XLA of the kernel's call, for a key head."""
+    options = {"scale": scale, "precision": precision, "implementation": "xla"}
+
+    def run(query, key, value, compressed_key, compressed_value, gates, limit):
+        key, value, *compressed = (
+            x[:, None] for x in (key, value, compressed_key, compressed_value)
+        )
+        heads = query, key, value
+        return _attend_branches(settings, heads, compressed, gates, 0, limit, **options)
+
+    return run
+
+
+def _in_groups(x: jax.Array, key_heads: int) -> jax.Array:
+    """`(*B, T, N, size)` as `(*B, T, K, G, size)`."""
+    *tokens, heads, size = x.shape
+    return x.reshape(*tokens, key_heads, heads // key_heads, size)
+
+
+def _attend_branches(
+    settings: Settings, heads: Heads, compressed, gates, offset, limits, documents=None, **options
+) -> jax.Array:
+    """`attend` by the cores of each branch."""
+    query, key, value = heads
     *batch, length, count, _ = query.shape
     positions = None if isinstance(offset, int) else positions_from(offset, length)
     of_blocks, reach = (key, value), None
     if documents is not None:
         of_blocks, positions = documents[:2], documents.place
         reach = documents.first, documents.last
-        documents = documents._replace(key=None, value=None)  # type: ignore[arg-type]
+        documents = documents._replace(key=None, value=None)
 
     def head(query, key, value, keys, values, limit, positions, reach, documents):
         first, blocks = _attend_compressed_parts(
@@ -220,11 +303,11 @@ def attend(
         return first, second
 
     # Map over key heads, then over batch dimensions.
-    head = jax.vmap(head, (-3, *[-2] * 4, *[None] * 4), -3)
+    each: Callable[..., Any] = jax.vmap(head, (-3, *[-2] * 4, *[None] * 4), -3)
     for _ in batch:
-        head = jax.vmap(head)
-    groups = query.reshape(*batch, length, key.shape[-2], count // key.shape[-2], -1)
-    outs = head(groups, *of_blocks, *compressed, limits, positions, reach, documents)
+        each = jax.vmap(each)
+    groups = _in_groups(query, key.shape[-2])
+    outs = each(groups, *of_blocks, *compressed, limits, positions, reach, documents)
     first, second = (out.reshape(*batch, length, count, value.shape[-1]) for out in outs)
 
     ids = None if documents is None else documents.ids

@@ -6,9 +6,9 @@ such as all tokens of a head, and the arrays of the task stay in the cache of th
 
 - `block_attention`, `linear_recurrence`, `diagonal_recurrence`: the implementations that
   `effattn.cores` calls; `layouts`, the steps of block layouts.
-- `mesa`: the linear equations of a Mesa layer.
-- `block_kernels`, `recurrence_kernels`, `diagonal_kernels`, `mesa_kernel`: the code of the kernels;
-  `recurrence_scan`, `recurrence_walks`: parts of the recurrence kernels.
+- `mesa`: the linear equations of a Mesa layer; `native_sparse`: native sparse attention.
+- `block_kernels`, `recurrence_kernels`, `diagonal_kernels`, `mesa_kernel`, `native_sparse_kernel`:
+  the code of the kernels; `recurrence_scan`, `recurrence_walks`: parts of the recurrence kernels.
 - `primitive`: a kernel as a JAX primitive.
 - `runtime`: compiles the handlers and registers them with XLA; layout of XLA's C interface.
 - `handlers`: generates XLA FFI handlers, whose tasks run on XLA's thread pool.

@@ -236,7 +236,8 @@ def _by_kernel(static, shapes, *arrays):
         return out, jnp.where(total == 0, -jnp.inf, lse), log_total - (lse - largest)
     lse, d_out, delta = rows
     lse = jnp.where(lse == -jnp.inf, 0, lse)  # rows without keys
-    limits["splits"] = splits = _splits(shapes[1], x.query.shape[-3])
+    heads = tiling.known_product(shapes[1][:-3]) * shapes[1][-2]
+    limits["splits"] = splits = splits_of(heads, x.query.shape[-3])
     shapes = shapes[0], *((splits, *shape) for shape in shapes[1:])
     with_rows = (*operands, lse, d_out, delta)
     d_query, d_key, d_value = _call(config, direction, shapes, with_rows, limits)
@@ -278,14 +279,11 @@ def _call(config, direction, shapes, operands, limits):
     return runtime.call(f"effattn_block_attention_{direction}", shapes, operands, **attributes)
 
 
-def _splits(shape: tuple[int, ...], queries: int) -> int:
-    """Number of tasks for each key head, for keys of that shape.
+def splits_of(heads: int, queries: int) -> int:
+    """Number of tasks for each of so many key heads, whose gradients are added up.
 
     There are enough tasks for all threads, and at most one for each query tile.
-
-    The gradients of the tasks are added up.
     """
-    heads = tiling.known_product(shape[:-3]) * shape[-2]
     return max(1, min(-(-threads() // heads), -(-queries // TILE)))
 
 

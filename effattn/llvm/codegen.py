@@ -205,7 +205,7 @@ class Code:
 
     def set(self, variable: Any, value: Any) -> None:
         """Assigns a value to a variable."""
-        self.builder.store(value, variable)
+        self.builder.store(self.integer(value), variable)
 
     # Vectors
 
@@ -321,6 +321,11 @@ class Code:
         kind = ir.FunctionType(FLOAT, [FLOAT, self.vector])
         reduce = self._declared(f"llvm.vector.reduce.fadd.v{self.lanes}f32", kind)
         return self.builder.call(reduce, [FLOAT(0.0), vector], fastmath=["reassoc"])
+
+    def maximum_of_lanes(self, vector: Any) -> Any:
+        """Maximum of the lanes of a vector, of those that are numbers."""
+        kind = ir.FunctionType(FLOAT, [self.vector])
+        return self.call(self._declared(f"llvm.vector.reduce.fmax.v{self.lanes}f32", kind), vector)
 
     def pieces(self, size: Any, lengths: Sequence[int]) -> Iterator[tuple[Any, int]]:
         """Splits range(size) into as many pieces of the first length as fit, then of the next.

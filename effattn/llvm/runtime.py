@@ -105,6 +105,7 @@ HANDLERS = {
         ("block_attention", "block_kernels"),
         ("linear_recurrence", "recurrence_kernels"),
         ("diagonal_recurrence", "diagonal_kernels"),
+        ("native_sparse", "native_sparse_kernel"),
     )
     for direction in ("forward", "backward")
 } | {"effattn_mesa_forward": ("effattn.llvm.mesa_kernel", "write_forward")}

@@ -34,6 +34,16 @@ CASES = {
         functools.partial(effattn.selective_scan, rate=-np.ones((1, 6, 4), np.float32)),
         {"query": (1, 4), "key": (1, 4), "value": (1, 6), "step_size": (1, 6)},
     ),
+    "native sparse": (
+        functools.partial(
+            effattn.native_sparse_attention,
+            compression_size=4,
+            compression_stride=2,
+            block_size=4,
+            window_size=8,
+        ),
+        {"query": (4, 4), "key": (2, 4), "value": (2, 6), "gates": (4, 3)},
+    ),
     "Mesa layer": (
         functools.partial(effattn.mesa_attention, regulariser=np.ones((2, 4), np.float32)),
         {"query": (2, 4), "key": (2, 4), "value": (2, 6), "log_decay": (2,), "beta": (2,)},
