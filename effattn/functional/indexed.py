@@ -1,31 +1,22 @@
 """Indexed attention: a small index scores all earlier tokens; a token attends to the best."""
 
 import functools
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.gathers import pick
-from effattn.arrays.products import widened
+from effattn.arrays import checks
 from effattn.arrays.segments import valid
 from effattn.cores import attention, sequence_parts
-from effattn.cores.chosen_blocks import ranked
-from effattn.cores.folding import in_tiles_of_queries
+from effattn.cores.chosen_keys import Index, Places, attend, choose
 from effattn.functional import softmax
 from effattn.naive import over_pairs, with_naive
-from effattn.options import Packing, Padding, Precision, Residual, Scale, declared
-
-# Queries whose index scores are in memory at a time.
-_QUERIES = 64
-# Keys that queries have gathered in memory at a time.
-_GATHERED = 2**13
+from effattn.options import Execution, Packing, Padding, Residual, Scale, declared
 
 
-class Options(Padding, Packing, Scale, Residual, Precision, total=False):
+class Options(Padding, Packing, Scale, Residual, Execution, total=False):
     """The shared options of `indexed_attention`."""
 
 
@@ -103,7 +94,7 @@ def indexed_attention(
       index_key: c, `(*B, T, E)`.
       index_weights: w, `(*B, T, J)`.
       top_k: keys of a query, 1 or more.
-      **options: padding, packing, scale, log-sum-exp and precision: see `effattn.options`.
+      **options: padding, packing, scale, log-sum-exp and execution: see `effattn.options`.
         `segment_ids` are one array `(*B, T)`. `precision` applies to the products of the attention;
         scores have the highest.
 
@@ -143,165 +134,11 @@ def indexed_attention(
         segments = segments and (segments[0], held.gather(segments[1], axis))
     places = Places(positions, limits, segments)
     with jax.named_scope(name):
-        chosen = choose(index, places, top_k)
-        out, lse = attend((query, key, value), chosen, given.scale, given.precision)
+        chosen = choose(name, index, places, top_k, given.implementation)
+        heads, how = (query, key, value), (given.precision, given.implementation)
+        out, lse = attend(name, heads, chosen, given.scale, *how)
     out, lse = attention.clear_rows(out, lse, valid(given.query_lengths, ids, length))
     return attention.results(out, lse, given)
-
-
-class Index(NamedTuple):
-    """Arrays of the index.
-
-    Attributes:
-      query: p, `(*B, T, J, E)`.
-      key: c, `(*B, S, E)`.
-      weights: w, `(*B, T, J)`.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    weights: jax.Array
-
-    @classmethod
-    def of(cls, query: Any, key: Any, weights: Any, tokens: tuple[int, ...]) -> "Index":
-        """Checks the arrays, for `tokens (*B, T)`."""
-        query = checks.as_array("index_query", query)
-        if query.ndim != len(tokens) + 2:
-            raise ValueError(
-                f"index_query must have shape {(*tokens, 'heads', 'features')}, got {query.shape}"
-            )
-        heads, size = query.shape[-2:]
-        return cls(
-            checks.shaped("index_query", query, (*tokens, heads, size)),
-            checks.shaped("index_key", key, (*tokens, size)),
-            checks.shaped("index_weights", weights, (*tokens, heads)),
-        )
-
-
-class Places(NamedTuple):
-    """Positions of queries, and keys that they may see.
-
-    Attributes:
-      positions: int32 `(*B, T)`, position of each query among the keys.
-      limits: int32 `(*B)`, valid keys.
-      segments: segment ids of queries, int `(*B, T)`, and of keys, `(*B, S)`; or None.
-    """
-
-    positions: jax.Array
-    limits: jax.Array
-    segments: tuple[jax.Array, jax.Array] | None = None
-
-
-class Chosen(NamedTuple):
-    """Keys that each query has chosen.
-
-    Attributes:
-      at: int32 `(*B, T, k)`, different keys for each query.
-      counts: bool `(*B, T, k)`, False where a query may see fewer than k keys.
-    """
-
-    at: jax.Array
-    counts: jax.Array
-
-
-def choose(index: Index, places: Places, top_k: int) -> Chosen:
-    """Chooses the keys with the largest index scores; no gradient."""
-    index, keys = lax.stop_gradient(index), index.key.shape[-2]
-    if 0 in index.query.shape[:-2] or keys == 0:
-        shape = (*index.query.shape[:-2], min(top_k, keys))
-        return Chosen(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
-
-    def example(query, key, weights, positions, limit, segments):
-        wide = dtypes.wide(query, key, weights)
-        at, key = jnp.arange(keys, dtype=jnp.int32), key.astype(wide)
-
-        def tile(x):
-            query, weights, positions, *own = x
-            scores = scored(query.astype(wide), weights.astype(wide), key, "se")
-            sees = at[None] <= jnp.minimum(positions, limit - 1)[:, None]
-            if segments is not None:
-                sees = sees & (own[0][:, None] == segments[1][None])
-            return Chosen(*ranked(jnp.where(sees, scores, dtypes.lowest(wide)), top_k))
-
-        own = () if segments is None else segments[:1]
-        return in_tiles_of_queries(tile, (query, weights, positions, *own), _QUERIES)
-
-    arrays = (index.query, index.key, index.weights, *places)
-    for _ in index.query.shape[:-3]:
-        example = jax.vmap(example)
-    return example(*arrays)
-
-
-def scored(query: jax.Array, weights: jax.Array, key: jax.Array, of_key: str) -> jax.Array:
-    """Index scores `(T, keys)` of keys `(S, E)`, "se", or of keys `(T, k, E)` by query, "tse"."""
-    product = functools.partial(jnp.einsum, precision="highest")
-    products = jax.nn.relu(product(f"tae,{of_key}->tas", query, key))
-    return product("ta,tas->ts", weights, products)
-
-
-def attend(
-    heads: tuple[jax.Array, jax.Array, jax.Array],
-    chosen: Chosen,
-    scale: float | jax.Array,
-    precision: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Attends from each query to its chosen keys.
-
-    Args:
-      heads: query `(*B, T, N, H)`, key `(*B, S, K, H)` and value `(*B, S, K, Hv)`.
-      chosen: the keys of each query.
-      scale: multiplies the logits.
-      precision: of the products.
-
-    Returns:
-      Output `(*B, T, N, Hv)` in the dtype of `value`, and log-sum-exp `(*B, T, N)`.
-    """
-    query, key, value = heads
-    wide = dtypes.wide(query, key, value)
-    if 0 in (*query.shape[:-2], key.shape[-3]):
-        out = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
-        return out, jnp.full(query.shape[:-1], dtypes.lowest(wide), wide)
-    scale = jnp.asarray(scale, wide)
-
-    def example(query, key, value, chosen):
-        @jax.checkpoint
-        def tile(x):
-            query, chosen = x
-            weights, lse = weights_of(query, key, chosen, scale, precision)
-            mix = functools.partial(jnp.einsum, "tkgs,tskv->tkgv", precision=precision)
-            values = pick(value, chosen.at)
-            out = widened(mix, weights.astype(value.dtype), values, wide)
-            shape = query.shape[:2]
-            out = out.reshape(*shape, value.shape[-1]).astype(value.dtype)
-            return out, lse.reshape(shape)
-
-        return in_tiles_of_queries(tile, (query, chosen), tile_of(chosen))
-
-    for _ in query.shape[:-3]:
-        example = jax.vmap(example)
-    return example(*mesh_axes.vary_alike((query, key, value, chosen)))
-
-
-def tile_of(chosen: Chosen) -> int:
-    """Number of queries that gather their keys at a time."""
-    return max(_GATHERED // chosen.at.shape[-1], 1)
-
-
-def weights_of(query, key, chosen: Chosen, scale, precision) -> tuple[jax.Array, jax.Array]:
-    """Attention weights `(T, K, G, k)` of queries `(T, N, H)`, and log-sum-exp `(T, K, G)`."""
-    tokens, heads, size = query.shape
-    wide, lowest = scale.dtype, dtypes.lowest(scale.dtype)
-    query = query.reshape(tokens, key.shape[-2], heads // key.shape[-2], size)
-    product = functools.partial(jnp.einsum, "tkgh,tskh->tkgs", precision=precision)
-    logits = scale * widened(product, query, pick(key, chosen.at), wide)
-    counts = chosen.counts[:, None, None]
-    logits = jnp.where(counts, logits, lowest)
-    largest = lax.stop_gradient(logits.max(-1, keepdims=True))
-    weights = jnp.where(counts, jnp.exp(logits - largest), 0)
-    total = weights.sum(-1, keepdims=True)
-    is_empty, total = total == 0, jnp.where(total == 0, 1, total)
-    lse = jnp.where(is_empty, lowest, largest + jnp.log(total))[..., 0]
-    return weights / total, lse
 
 
 registry.register(

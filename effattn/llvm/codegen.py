@@ -6,6 +6,7 @@ generated code.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -263,6 +264,23 @@ class Code:
         name = f"llvm.vector.reduce.or.v{self.lanes}i1"
         return self.call(self._declared(name, kind), vector)
 
+    def any_of(self, vectors: Sequence[Any]) -> Any:
+        """Returns whether any lane of any vector of booleans is true."""
+        return self.any(functools.reduce(self.builder.or_, vectors))
+
+    @contextlib.contextmanager
+    def true_lanes(self, vector: Any) -> Iterator[Any]:
+        """Loops over the lanes of a vector of booleans that are true; yields the lane's number."""
+        builder, lanes = self.builder, ir.IntType(self.lanes)
+        bits = builder.zext(builder.bitcast(vector, lanes), INT)
+        left = self.variable(bits)
+        kind = ir.FunctionType(INT, [INT])
+        with self.loop(0, self.call(self._declared("llvm.ctpop.i64", kind), bits)):
+            kind = ir.FunctionType(INT, [INT, ir.IntType(1)])
+            first = self._declared("llvm.cttz.i64", kind)
+            yield self.call(first, self.get(left), self.false())
+            self.set(left, builder.and_(self.get(left), self.sub(self.get(left), 1)))
+
     def exp(self, x: Any) -> Any:
         """exp(x) for x <= 88, within 2 units in the last place; 0 where exp(x) is subnormal."""
         power, r, scale = self._powers(x)
@@ -315,6 +333,19 @@ class Code:
     def float_of_bits(self, bits: Any) -> Any:
         """The float32 whose bits are the lowest 32 of an integer."""
         return self.builder.bitcast(self.builder.trunc(bits, INT32), FLOAT)
+
+    def rank_of(self, vector: Any) -> Any:
+        """Integers in the order of float32 numbers, of which none is -0: their bits, reordered."""
+        builder = self.builder
+        bits = builder.bitcast(vector, self.integers)
+        sign = builder.ashr(bits, ir.Constant(self.integers, [31] * self.lanes))
+        all_but_sign = ir.Constant(self.integers, [2**31 - 1] * self.lanes)
+        return builder.xor(bits, builder.and_(sign, all_but_sign))
+
+    def sum_of_integers(self, vector: Any) -> Any:
+        """Sum of the lanes of a vector of 32-bit integers."""
+        kind = ir.FunctionType(INT32, [self.integers])
+        return self.call(self._declared(f"llvm.vector.reduce.add.v{self.lanes}i32", kind), vector)
 
     def sum_of_lanes(self, vector: Any) -> Any:
         """Sum of the lanes of a vector, in any order."""

@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from effattn import dispatch
@@ -12,7 +12,8 @@ from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch.places import Names
 from effattn.llvm import runtime
 from effattn.llvm.block_attention import splits_of
-from effattn.llvm.native_sparse_kernel import ATTRIBUTES, CHUNK
+from effattn.llvm.key_chunks import CHUNK, chunks_of, whole
+from effattn.llvm.native_sparse_kernel import ATTRIBUTES
 from effattn.llvm.primitive import kernel
 from effattn.xla import tiling
 
@@ -38,10 +39,7 @@ class Config:
 
 def refusal(*arrays: jax.Array) -> str | None:
     """Reason why the kernels do not take these arrays, or None."""
-    for array in arrays:
-        if reason := LIMITS.refusal(array.dtype):
-            return reason
-    return runtime.refusal()
+    return runtime.refusal_of(LIMITS, arrays)
 
 
 def attend(
@@ -119,14 +117,12 @@ def _by_kernel(static, shapes, *arrays):
     query, key, value, compressed_key, compressed_value, gates, limit = arrays[:7]
     sizes = [x.shape[-1] for x in (query, value)]
     rows = [x.shape[-2] for x in (key, compressed_key)]
-    query = _whole(query, -1, runtime.lanes())
-    pairs = [(key, value), (compressed_key, compressed_value)]
-    pairs = [
-        tuple(_whole(_whole(x, -1, runtime.lanes()), -2, CHUNK) for x in pair) for pair in pairs
-    ]
+    query = whole(query, -1, runtime.lanes())
+    pairs: list[Any] = [(key, value), (compressed_key, compressed_value)]
+    pairs = [[whole(whole(x, -1, runtime.lanes()), -2, CHUNK) for x in pair] for pair in pairs]
     operands = [query]
     for keys, values in pairs:
-        operands += [_chunks(keys), values]
+        operands += [chunks_of(keys), values]
     operands += [gates, limit]
     most = _most(config.sizes, *rows)
     if direction == "forward":
@@ -134,8 +130,8 @@ def _by_kernel(static, shapes, *arrays):
         (out,) = _call(direction, config, [shape], operands, most, 1)
         return (out[..., : sizes[1]],)
     for keys, values in pairs:
-        operands += [keys, _chunks(values)]
-    operands.append(_whole(arrays[7], -1, runtime.lanes()))
+        operands += [keys, chunks_of(values)]
+    operands.append(whole(arrays[7], -1, runtime.lanes()))
     batch = shapes[0][:-3]
     splits = splits_of(tiling.known_product(batch), query.shape[-3])
     of_keys = [(splits, *batch, *x.shape[-2:]) for pair in pairs for x in pair]
@@ -146,19 +142,6 @@ def _by_kernel(static, shapes, *arrays):
         for x, shape in zip(d_keys, shapes[1:5], strict=True)
     )
     return d_query[..., : sizes[0]], *summed, d_gates
-
-
-def _whole(x, axis, size):
-    """The array with zeros after the end of an axis, up to a multiple of the size."""
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % size)
-    return jnp.pad(x, padding)
-
-
-def _chunks(x):
-    """Rows `(*B, S, H)` as transposed chunks `(*B, S / CHUNK, H, CHUNK)`."""
-    *batch, rows, size = x.shape
-    return jnp.swapaxes(x.reshape(*batch, rows // CHUNK, CHUNK, size), -1, -2)
 
 
 def _most(sizes, length, compressed):

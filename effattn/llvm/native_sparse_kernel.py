@@ -11,9 +11,8 @@ and the S of a branch stays in the cache of the core. The sum of P over the head
 blocks, gives the scores that select blocks. So the branches of a token are one pass, without
 arrays of pairs in memory.
 
-Forward, a task has a few tokens. Backward, it has a share of all tokens, and gradients of keys and
-values of its own ("splits"), which the caller adds up. It computes P and the selection once more,
-so nothing is saved. With the gate g of a branch, whose gradient is rowsum(P * dP),
+A task has a few tokens (`token_tasks`). Backward, it computes P and the selection once more, so
+nothing is saved. With the gate g of a branch, whose gradient is rowsum(P * dP),
 
     dP = dO V^T,   dS = g P * (dP - rowsum(P * dP)),   dQ += dS K,   dK += dS^T Q,   dV += g P^T dO.
 """
@@ -25,16 +24,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from effattn.llvm import runtime
-from effattn.llvm.tiles import LOWEST, TileOps, lay_out
+from effattn.llvm.key_chunks import CHUNK
+from effattn.llvm.tiles import LOWEST, lay_out
+from effattn.llvm.token_tasks import TokenTask, write_products
 
 if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
     from llvmlite import ir
 
     from effattn.llvm.codegen import Code
     from effattn.llvm.handlers import Frame, Job
-
-CHUNK = 64  # keys
-_TOKENS = 16  # consecutive queries of a task
 
 
 class _Piece(NamedTuple):
@@ -101,27 +99,18 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     and M are multiples of c, H and Hv multiples of the lanes. A batch axis of length 1 of an
     argument is broadcast. The attributes are `limits` and `scale`.
     """
-    products = _write_products(module, name, lanes)
+    products = write_products(module, name, lanes)
 
     def task(code: Code, job: Job, memory: Any, number: Any) -> None:
-        count = code.ceil(job["tokens"], _TOKENS)
-        tokens = _Tokens(
-            code,
-            job,
-            products,
-            lay_out(code, memory, _forward_memory(code, job))[0],
-            code.div(number, count),
-            _FORWARD,
-        )
-        # Later tokens have more compressed blocks, so they are started first.
-        index = code.sub(code.sub(count, 1), code.rem(number, count))
-        with tokens.of_block(index):
-            tokens.read_query()
-            tokens.clear("out", "value_size")
-            with tokens.branches():
-                tokens.weigh()
-                tokens.mix()
-            tokens.write("out", "value_size")
+        scratch, _ = lay_out(code, memory, _forward_memory(code, job))
+        task = _Task(products, code, job, scratch, number, _FORWARD)
+        with task.tokens():
+            task.read("query", job["size"], job["scale"])
+            task.clear("out", job["value_size"])
+            with task.branches():
+                task.weigh()
+                task.mix()
+            task.write("out", job["value_size"], code.float32(1.0))
 
     _write(module, name, lanes, _FORWARD, task, _forward_memory)
 
@@ -133,40 +122,21 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     (d_query, d_key, d_value, d_compressed_key, d_compressed_value, d_gates). The gradients of keys
     and values have a leading axis of splits, which the caller sums.
     """
-    products = _write_products(module, name, lanes)
+    products = write_products(module, name, lanes)
 
     def task(code: Code, job: Job, memory: Any, number: Any) -> None:
-        splits = job["splits"]
-        tokens = _Tokens(
-            code,
-            job,
-            products,
-            lay_out(code, memory, _backward_memory(code, job))[0],
-            code.div(number, splits),
-            _BACKWARD,
-            code.rem(number, splits),
-        )
-        tokens.clear_gradients()
-        with (
-            code.loop(tokens.split, code.ceil(job["tokens"], _TOKENS), splits) as index,
-            tokens.of_block(index),
-        ):
-            tokens.read_query()
-            tokens.clear("d_query", "size")
-            with tokens.branches():
-                tokens.weigh()
-                tokens.pull_back()
-            tokens.write("d_query", "size", job["scale"])
+        scratch, _ = lay_out(code, memory, _backward_memory(code, job))
+        task = _Task(products, code, job, scratch, number, _BACKWARD, is_backward=True)
+        task.clear_gradients()
+        with task.tokens():
+            task.read("query", job["size"], job["scale"])
+            task.clear("d_query", job["size"])
+            with task.branches():
+                task.weigh()
+                task.pull_back()
+            task.write("d_query", job["size"], job["scale"])
 
     _write(module, name, lanes, _BACKWARD, task, _backward_memory)
-
-
-def _write_products(module, name, lanes):
-    """Generates the matrix products that set and that add to their results."""
-    from effattn.llvm.codegen import vectors_at_once, write_product
-
-    widths = vectors_at_once(lanes)
-    return [write_product(module, f"{name}_{each}", lanes, widths, each) for each in ("set", "add")]
 
 
 def _write(module, name, lanes, signature, task, memory):
@@ -180,8 +150,8 @@ def _write(module, name, lanes, signature, task, memory):
         for each, found in zip(_SIZES, sizes, strict=True):
             job[each] = found
         job["scale"] = frame.scale()
-        each = code.ceil(tokens, _TOKENS) if signature is _FORWARD else job["splits"]
-        return code.mul(job["batch"], each), code.add(*memory(code, job).values())
+        count = TokenTask.count(code, job, is_backward=signature is _BACKWARD)
+        return count, code.add(*memory(code, job).values())
 
     write_handler(module, name, lanes, signature, _SIZES, ["scale"], begin, task)
 
@@ -215,45 +185,28 @@ def _before(code, job):
     return code.round_to_lanes(code.div(job["compression"], job["stride"]))
 
 
-class _Tokens:
-    """Generates the work on tokens of one key head of an example.
+class _Task(TokenTask):
+    """Generates the work on tokens, branch by branch.
 
     Attributes:
-      scratch: addresses of the scratch arrays.
-      token: the present token.
       branch: the present branch.
+      last: the last key that the token may see.
       range_count: variable, the number of ranges of the branch.
       columns: variable, the number of keys of the branch in whole chunks.
     """
 
-    def __init__(
-        self,
-        code: Code,
-        job: Job,
-        products: Any,
-        scratch: dict[str, Any],
-        example: Any,
-        signature: runtime.Signature,
-        split: Any = 0,
-    ):
-        self.code, self.job, self.scratch, self.ops = code, job, scratch, TileOps(code)
+    def __init__(self, products: Any, code: Code, job: Job, *rest: Any, **options: Any):
+        super().__init__(code, job, *rest, **options)
         self.multiply, self.accumulate = products
-        self.example, self.split = example, split
-        self.examples = {
-            array.name: job.example_of(array.name, example) for array in signature.arguments
-        }
         self.range_count, self.columns = code.variable(0), code.variable(0)
         limit = code.load(job["limit"], self.examples["limit"], code.int32)
         self.limit = code.wide(limit)
 
     @contextlib.contextmanager
-    def of_block(self, index: Any) -> Iterator[None]:
-        """Loops over a block of tokens; the `with` block generates its body."""
-        code = self.code
-        first = code.mul(index, _TOKENS)
-        stop = code.min(code.add(first, _TOKENS), self.job["tokens"])
-        with code.loop(first, stop) as self.token:
-            self.last = code.min(self.token, code.sub(self.limit, 1))
+    def tokens(self) -> Iterator[None]:
+        """Loops over the tokens of the task; the `with` block generates its body."""
+        with super().tokens():
+            self.last = self.code.min(self.token, self.code.sub(self.limit, 1))
             yield
 
     @contextlib.contextmanager
@@ -276,64 +229,24 @@ class _Tokens:
 
     # Arrays
 
-    def read_query(self) -> None:
-        """Reads the query of the token, times the scale."""
-        code, job = self.code, self.job
-        source, factor = self._of_token("query", "size"), code.all_lanes(job["scale"])
-        with code.loop(0, code.mul(job["heads"], job["size"]), code.lanes) as at:
-            vector = code.builder.fmul(code.load_vector(source, at), factor)
-            code.store_vector(vector, self.scratch["query"], at)
-
-    def clear(self, name: str, size: str) -> None:
-        """Sets a scratch array of the heads to zero."""
-        self.ops.fill(self.scratch[name], self.code.mul(self.job["heads"], self.job[size]))
-
-    def write(self, name: str, size: str, factor: Any = None) -> None:
-        """Writes a scratch array of the heads to the result of that name, times a factor."""
-        code = self.code
-        target = self._of_token(name, size)
-        with code.loop(0, code.mul(self.job["heads"], self.job[size]), code.lanes) as at:
-            vector = code.load_vector(self.scratch[name], at)
-            if factor is not None:
-                vector = code.builder.fmul(vector, code.all_lanes(factor))
-            code.store_vector(vector, target, at)
-
-    def _of_token(self, name, size):
-        """Address of the row of the token, in an array of queries."""
-        code, job = self.code, self.job
-        row = code.mul(self.examples.get(name, self.example), job["tokens"])
-        size = job[size] if isinstance(size, str) else size
-        row = code.mul(code.add(row, self.token), job["heads"], size)
-        return code.address(job[name], row)
-
     def _of_keys(self, name, key, size):
         """Address of the row of a key of the branch, in one of two arrays of keys.
 
-        In an array of chunks, rows are those of the chunk's first key. Gradients are those of the
-        split.
+        In an array of chunks, rows are those of the chunk's first key.
         """
-        code, job = self.code, self.job
         found = []
-        for prefix, count in (("", "keys"), ("compressed_", "compressed")):
-            if name.startswith("d_"):
-                full = f"d_{prefix}{name[2:]}"
-                example = code.add(code.mul(self.split, job["batch"]), self.example)
-            else:
-                full = prefix + name
-                example = self.examples[full]
-            row = code.add(code.mul(example, job[count]), key)
-            found.append(code.address(job[full], code.mul(row, job[size])))
-        return code.builder.select(self.is_compressed, *reversed(found))
+        for prefix, count in (("compressed_", "compressed"), ("", "keys")):
+            full = f"d_{prefix}{name[2:]}" if name.startswith("d_") else prefix + name
+            found.append(self.of_key(full, count, key, self.job[size]))
+        return self.code.builder.select(self.is_compressed, *found)
 
     def clear_gradients(self) -> None:
         """Sets the gradients of keys and values of the split to zero."""
         code, job = self.code, self.job
         for prefix, count in (("", "keys"), ("compressed_", "compressed")):
             for name, size in (("key", "size"), ("value", "value_size")):
-                example = code.add(code.mul(self.split, job["batch"]), self.example)
-                numbers = code.mul(job[count], job[size])
-                start = code.address(job[f"d_{prefix}{name}"], code.mul(example, numbers))
-                self.ops.fill(start, numbers)
+                start = self.of_key(f"d_{prefix}{name}", count, 0, job[size])
+                self.ops.fill(start, code.mul(job[count], job[size]))
 
     # Ranges
 
@@ -526,8 +439,11 @@ class _Tokens:
                     share = code.multiply_add(*products, code.load_vector(shares, at))
                     code.store_vector(share, shares, at)
 
+    def _gates(self, name):
+        return self.of_token(name, self.code.mul(self.job["heads"], len(_BRANCHES)))
+
     def _gate(self, head):
-        return self.code.load(self._of_token("gates", 3), self._gate_place(head))
+        return self.code.load(self._gates("gates"), self._gate_place(head))
 
     def _gate_place(self, head):
         code = self.code
@@ -536,7 +452,7 @@ class _Tokens:
     def mix(self) -> None:
         """Adds the output of the branch, times its gate."""
         code, job, builder = self.code, self.job, self.code.builder
-        self.clear("mixed", "value_size")
+        self.clear("mixed", job["value_size"])
         with self.pieces() as piece:
             self._add_rows("weights", piece, "value", "value_size", self.scratch["mixed"])
         with code.loop(0, job["heads"]) as head:
@@ -570,7 +486,7 @@ class _Tokens:
     def pull_back(self) -> None:
         """Adds the gradients of the branch, whose weights are given."""
         code, job, builder = self.code, self.job, self.code.builder
-        d_out = self._of_token("d_out", "value_size")
+        d_out = self.of_token("d_out", code.mul(job["heads"], job["value_size"]))
         with self._pairs(d_out, "value_chunks", "value_size", "d_weights"):
             pass
         with code.loop(0, job["heads"]) as head:
@@ -581,7 +497,7 @@ class _Tokens:
                 code.set(sums, code.multiply_add(weights, d_weights, code.get(sums)))
             inverse = code.load(self.scratch["inverse"], head)
             total = builder.fmul(code.sum_of_lanes(code.get(sums)), inverse)
-            code.store(total, self._of_token("d_gates", 3), self._gate_place(head))
+            code.store(total, self._gates("d_gates"), self._gate_place(head))
             factor = code.all_lanes(builder.fmul(inverse, self._gate(head)))
             total = code.all_lanes(total)
             with code.loop(0, code.get(self.columns), code.lanes) as at:

@@ -106,9 +106,13 @@ HANDLERS = {
         ("linear_recurrence", "recurrence_kernels"),
         ("diagonal_recurrence", "diagonal_kernels"),
         ("native_sparse", "native_sparse_kernel"),
+        ("chosen_keys", "chosen_key_kernels"),
     )
     for direction in ("forward", "backward")
-} | {"effattn_mesa_forward": ("effattn.llvm.mesa_kernel", "write_forward")}
+} | {
+    f"effattn_{name}_forward": (f"effattn.llvm.{name}_kernel", "write_forward")
+    for name in ("mesa", "key_choice")
+}
 DTYPES = jnp.float32, jnp.int32  # dtypes of the arrays that handlers read
 
 _lock = threading.Lock()
@@ -122,6 +126,12 @@ def refusal() -> str | None:
     if not lanes():
         return f"needs a CPU with AVX2 and FMA, or with NEON, got {platform.machine()} without them"
     return None
+
+
+def refusal_of(limits: Any, arrays: Sequence[jax.Array]) -> str | None:
+    """Reason why kernels with these `effattn.dispatch.Limits` do not take the arrays, or None."""
+    reasons = (limits.refusal(array.dtype) for array in arrays)
+    return next((reason for reason in reasons if reason), None) or refusal()
 
 
 def _refusal_of_platform():

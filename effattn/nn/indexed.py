@@ -9,15 +9,17 @@ from jax import lax
 from effattn.arrays import checks, dtypes
 from effattn.arrays.gathers import pick
 from effattn.arrays.segments import valid
-from effattn.cores import sequence_parts
+from effattn.cores import chosen_keys, sequence_parts
 from effattn.cores.folding import in_tiles_of_queries
-from effattn.functional import indexed
+from effattn.functional.indexed import indexed_attention
 from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import head_size, key_heads
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
 from effattn.nn.rotary import RotaryEmbedding, check_rotary
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
+
+_NAME = "IndexedSelfAttention"
 
 
 class IndexedSelfAttention(CachedMixer):
@@ -76,14 +78,14 @@ class IndexedSelfAttention(CachedMixer):
         self.index_norm = make.layer_norm(self.index_dim)
         self.index_weights = make.linear(in_features, self.index_heads)
 
-    def _index(self, x, positions) -> indexed.Index:
+    def _index(self, x, positions) -> chosen_keys.Index:
         """The arrays of the index for tokens x."""
         query = self.index_query(x).reshape(*x.shape[:2], self.index_heads, self.index_dim)
         key = self.index_norm(self.index_key(x))
         if self.rotary is not None:
             query = self.rotary(query, positions)
             key = self.rotary(key[:, :, None], positions)[:, :, 0]
-        return indexed.Index(query, key, self.index_weights(x))
+        return chosen_keys.Index(query, key, self.index_weights(x))
 
     def _prepare(self, x, positions):
         query, key, value = self.query(x), self.key(x), self.value(x)
@@ -96,12 +98,12 @@ class IndexedSelfAttention(CachedMixer):
         """The arrays of whole sequences x, zero in the padding."""
         positions = jnp.broadcast_to(sequence_parts.positions(x.shape[1], segment_ids), x.shape[:2])
         (key, value, index_key), (query, index_query, weights) = self._prepare(x, positions)
-        return (query, key, value), indexed.Index(index_query, index_key, weights)
+        return (query, key, value), chosen_keys.Index(index_query, index_key, weights)
 
     def _mix_all(self, x, lengths, segment_ids):
         ids = None if segment_ids is None else jnp.asarray(segment_ids)
         heads, index = self._read(x, ids)
-        out = indexed.indexed_attention(
+        out = indexed_attention(
             *heads,
             index_query=index.query,
             index_key=index.key,
@@ -117,9 +119,9 @@ class IndexedSelfAttention(CachedMixer):
         (key, value, index_key), (query, index_query, weights) = tokens, own
         checks.known_length("decoding indexed attention", query)
         limits = jnp.full(positions.shape[:1], key.shape[1], jnp.int32)
-        index = indexed.Index(index_query, index_key, weights)
-        chosen = indexed.choose(index, indexed.Places(positions, limits), self.top_k)
-        out, _ = indexed.attend((query, key, value), chosen, self.head_dim**-0.5, None)
+        index = chosen_keys.Index(index_query, index_key, weights)
+        chosen = chosen_keys.choose(_NAME, index, chosen_keys.Places(positions, limits), self.top_k)
+        out, _ = chosen_keys.attend(_NAME, (query, key, value), chosen, self.head_dim**-0.5)
         return self.out(out)
 
     def index_loss(
@@ -161,8 +163,8 @@ class IndexedSelfAttention(CachedMixer):
         positions = jnp.broadcast_to(positions, x.shape[:2])
         limits = jnp.full(x.shape[:1], x.shape[1], jnp.int32) if lengths is None else lengths
         segments = None if ids is None else (ids, ids)
-        places = indexed.Places(positions, jnp.asarray(limits, jnp.int32), segments)
-        chosen = indexed.choose(index, places, self.top_k)
+        places = chosen_keys.Places(positions, jnp.asarray(limits, jnp.int32), segments)
+        chosen = chosen_keys.choose(_NAME, index, places, self.top_k)
         losses = _divergences(query, key, index, chosen, self.head_dim**-0.5)
         is_counted = valid(lengths, ids, x.shape[1])
         if is_counted is None:
@@ -180,9 +182,9 @@ def _divergences(query, key, index, chosen, scale):
         @jax.checkpoint
         def tile(x):
             query, of_query, weights, chosen = x
-            seen = indexed.weights_of(query, key, chosen, scale, None)[0].mean((1, 2))
+            seen = chosen_keys.weights_of(query, key, chosen, scale, None)[0].mean((1, 2))
             keys = pick(index.key, chosen.at).astype(wide)
-            scores = indexed.scored(of_query.astype(wide), weights.astype(wide), keys, "tse")
+            scores = chosen_keys.scored(of_query.astype(wide), weights.astype(wide), keys, "tse")
             scores = jnp.where(chosen.counts, scores, dtypes.lowest(wide))
             found = jax.nn.log_softmax(scores)
             is_read = chosen.counts & (seen > 0)
@@ -190,6 +192,6 @@ def _divergences(query, key, index, chosen, scale):
             return (seen * logs).sum(-1)
 
         arrays = query, index.query, index.weights, chosen
-        return in_tiles_of_queries(tile, arrays, indexed.tile_of(chosen))
+        return in_tiles_of_queries(tile, arrays, chosen_keys.tile_of(chosen))
 
     return example(query, key, index, chosen)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import effattn
-from effattn.cores import chosen_blocks, folding, native_sparse, packed_pairs
+from effattn.cores import chosen_blocks, chosen_keys, folding, native_sparse, packed_pairs
 from effattn.decode.moba import MobaDecoder
-from effattn.functional import indexed, moba
+from effattn.functional import moba
 from effattn.llvm import runtime
 from effattn.testing.functions import assert_close
 
@@ -60,9 +60,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_several_tiles_agree_with_the_naive_form(name, monkeypatch):
     """Outputs and gradients; indexed attention gathers keys for tiles of 3 queries."""
-    for module in (indexed, moba, native_sparse):
+    for module in (chosen_keys, moba, native_sparse):
         monkeypatch.setattr(module, "_QUERIES", TILE)
-    monkeypatch.setattr(indexed, "_GATHERED", 15)
+    monkeypatch.setattr(chosen_keys, "_GATHERED", 15)
     function, options, own = CASES[name]
     arrays = {"query": draw(4, 6), "key": draw(2, 6), "value": draw(2, 5), **own}
 
@@ -74,7 +74,7 @@ def test_several_tiles_agree_with_the_naive_form(name, monkeypatch):
     with jax.enable_x64(True):
         fast, slow = (jax.jit(functools.partial(run, n))(arrays) for n in ("xla", "naive"))
         assert_close(fast, slow, 1e-10)
-    if name != "indexed" and runtime.refusal() is None:
+    if runtime.refusal() is None:
         monkeypatch.setattr(packed_pairs, "_PAIRS", TILE * options.get("top_k", 3))
         arrays = jax.tree.map(np.float32, arrays)
         assert_close(jax.jit(functools.partial(run, "llvm"))(arrays), slow, 1e-5)

@@ -44,6 +44,17 @@ CASES = {
         ),
         {"query": (4, 4), "key": (2, 4), "value": (2, 6), "gates": (4, 3)},
     ),
+    "indexed": (
+        functools.partial(effattn.indexed_attention, top_k=5),
+        {
+            "query": (4, 4),
+            "key": (2, 4),
+            "value": (2, 6),
+            "index_query": (2, 3),
+            "index_key": (3,),
+            "index_weights": (2,),
+        },
+    ),
     "Mesa layer": (
         functools.partial(effattn.mesa_attention, regulariser=np.ones((2, 4), np.float32)),
         {"query": (2, 4), "key": (2, 4), "value": (2, 6), "log_decay": (2,), "beta": (2,)},
