@@ -80,6 +80,7 @@ RULES: dict[str, tuple[Run, ...]] = {
     ),
     r"xla/paged_attention": ((("tests/functional/test_paged.py",), None),),
     r"llvm/native_sparse\w*": ((("tests/llvm/test_native_sparse.py",), None),),
+    r"llvm/(key_choice|chosen_key)\w*": ((("tests/llvm/test_chosen_keys.py",), None),),
     r"llvm/.*": (
         (("tests/llvm",), None),
         (("tests/laws",), "softmax or sliding_window or linear or cosformer"),

@@ -6,9 +6,11 @@ such as all tokens of a head, and the arrays of the task stay in the cache of th
 
 - `block_attention`, `linear_recurrence`, `diagonal_recurrence`: the implementations that
   `effattn.cores` calls; `layouts`, the steps of block layouts.
-- `mesa`: the linear equations of a Mesa layer; `native_sparse`: native sparse attention.
-- `block_kernels`, `recurrence_kernels`, `diagonal_kernels`, `mesa_kernel`, `native_sparse_kernel`:
-  the code of the kernels; `recurrence_scan`, `recurrence_walks`: parts of the recurrence kernels.
+- `mesa`: the linear equations of a Mesa layer; `native_sparse`: native sparse attention;
+  `key_choice`, `chosen_keys`: the choice of keys by scores, and attention to them.
+- `block_kernels`, `recurrence_kernels`, `diagonal_kernels`, `mesa_kernel`, `native_sparse_kernel`,
+  `key_choice_kernel`, `chosen_key_kernels`: the code of the kernels; `recurrence_scan`,
+  `recurrence_walks`, `token_tasks`, `key_chunks`: what several of them share.
 - `primitive`: a kernel as a JAX primitive.
 - `runtime`: compiles the handlers and registers them with XLA; layout of XLA's C interface.
 - `handlers`: generates XLA FFI handlers, whose tasks run on XLA's thread pool.
