@@ -205,7 +205,12 @@ def attend(
 def _attend_whole(
     settings: Settings, heads: Heads, compressed, gates, limits, **options
 ) -> jax.Array:
-    """`attend` for whole sequences of one document, for which CPUs have a kernel."""
+    """`attend` for whole sequences of one document.
+
+    CPUs have a kernel for query heads that share a key head. A query head alone reads too few
+    numbers of each key for it: there the kernels of block attention are faster, which read each
+    block of keys for many queries.
+    """
     call = _call_of(heads, (*compressed, gates))
     chosen = dispatch.choose(options["implementation"], call)
 
@@ -230,9 +235,15 @@ def _attend_whole(
         return out.reshape(*heads[0].shape[:-1], value.shape[-1])
 
     forms = dict.fromkeys(chosen.names, by_branches)
-    if "llvm" in forms:
+    if "llvm" in forms and _are_shared(heads):
         forms["llvm"] = by_kernel
     return dispatch.on_platform(chosen, _NAME, forms, heads, compressed, gates, limits)
+
+
+def _are_shared(heads: Heads) -> bool:
+    """Returns whether several query heads share a key head."""
+    query, key, _ = heads
+    return query.shape[-2] > key.shape[-2]
 
 
 def _call_of(heads: Heads, others: tuple[jax.Array, ...]) -> dispatch.Call:
@@ -247,7 +258,9 @@ def _call_of(heads: Heads, others: tuple[jax.Array, ...]) -> dispatch.Call:
 
         return native_sparse.refusal(*heads, *others)
 
-    return found._replace(refusals=refusals | {"llvm": refusal}, signature=None)
+    if _are_shared(heads):
+        refusals["llvm"] = refusal
+    return found._replace(refusals=refusals, signature=None)
 
 
 @functools.cache  # so that equal calls reuse one compiled program
