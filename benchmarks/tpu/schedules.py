@@ -5,7 +5,6 @@ code is a lower bound of its cycles: waits for memory are not in it.
 """
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,5 +105,7 @@ def _pieces(listing: str) -> Iterator[list[int]]:
 
 def _allocated(source: str) -> int:
     """Bytes of the scratch and of the windows in VMEM."""
-    found = {name: int(size, 16) for name, space, size in _ALLOCATION.findall(source) if space == "vmem"}
+    found = {
+        name: int(size, 16) for name, space, size in _ALLOCATION.findall(source) if space == "vmem"
+    }
     return sum(found.values())

@@ -421,8 +421,33 @@ def _ranges(plan, x, of_keys):
     return jnp.moveaxis(lax.map(of_tile, rows, batch_size=_AT_ONCE), 0, 1)
 
 
-def _range(plan, x, of_query: _Side, of_key: _Side):
-    """Returns the four numbers of a tile's range; one side has that tile, the other all tiles."""
+def known_ranges(plan: Plan, arrays: Arrays, x: Inputs, *, of_keys: bool) -> np.ndarray | None:
+    """Returns the ranges of `walk_arrays`, int32 `(n, 4)`, if they are known now, else None.
+
+    They are known if the query offset is, and without a layout, ids and gathered tokens.
+    """
+    offset = plan.config.offset
+    unknown = arrays.query_ids, arrays.key_ids, arrays.query_positions, arrays.key_positions
+    if layout_of(x, of_keys=of_keys) is not None or offset is None:
+        return None
+    if any(array is not None for array in unknown):
+        return None
+    sides = []
+    for length, size, start in zip(plan.lengths, plan.tile, (offset, 0), strict=True):
+        first = np.arange(0, length, size)
+        positions = start + first, start + np.minimum(first + size, length) - 1
+        sides.append(_Side(positions, None, (first + size > length)))
+    own, other = sides[::-1] if of_keys else sides
+    own = jax.tree.map(lambda a: a[:, None], own)
+    of_query, of_key = (other, own) if of_keys else (own, other)
+    return _range(plan, arrays, of_query, of_key, np)
+
+
+def _range(plan, x, of_query: _Side, of_key: _Side, xp: Any = jnp):
+    """Returns the four numbers of a tile's range; one side has that tile, the other all tiles.
+
+    `xp` is NumPy for bounds in NumPy, else `jax.numpy`.
+    """
     config = plan.config
     (first_i, last_i), (first_j, last_j) = of_query.positions, of_key.positions
     possible = (last_i >= first_i) & (last_j >= first_j)
@@ -441,14 +466,19 @@ def _range(plan, x, of_query: _Side, of_key: _Side):
         possible &= (low_j <= high_i) & (high_j >= low_i)
     whole &= possible
     tiles = possible.shape[-1]
-    index = jnp.arange(tiles, dtype=jnp.int32)
-    low = jnp.min(jnp.where(possible, index, tiles), -1)
-    high = jnp.max(jnp.where(possible, index + 1, 0), -1)
-    first = jnp.min(jnp.where(whole, index, tiles), -1)
-    past = jnp.where(~whole & (index > first[..., None]), index, tiles)
-    stop = jnp.where(first < tiles, jnp.min(past, -1), tiles)
-    found = jnp.minimum(low, high), high, jnp.minimum(first, high), jnp.minimum(stop, high)
-    return jnp.stack(found, -1).astype(jnp.int32)
+    index = xp.arange(tiles, dtype=np.int32)
+    low = xp.min(xp.where(possible, index, tiles), -1)
+    high = xp.max(xp.where(possible, index + 1, 0), -1)
+    first = xp.min(xp.where(whole, index, tiles), -1)
+    past = xp.where(~whole & (index > first[..., None]), index, tiles)
+    stop = xp.where(first < tiles, xp.min(past, -1), tiles)
+    found = (
+        xp.minimum(low, high),
+        high,
+        xp.minimum(first, high),
+        xp.minimum(stop, high),
+    )
+    return xp.stack(found, -1).astype(np.int32)
 
 
 def _sides(plan, x) -> tuple[_Side, _Side]:
@@ -610,14 +640,24 @@ class Softmax(NamedTuple):
         zeros = jnp.zeros(shape, jnp.float32)
         return cls(lowest, zeros, jnp.zeros((rows, size), jnp.float32))
 
+    @property
+    def axis(self) -> int:
+        """The axis of the keys in an array of logits."""
+        return 1
+
+    def spread(self, rows: jax.Array) -> jax.Array:
+        """Returns numbers of queries in a form that broadcasts over the keys."""
+        return _column(rows)
+
     def seeing(self, logits: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> "Softmax":
-        """Returns the state after one more tile; `mix(weights)` gives that tile's sum `(t, Hv)`."""
-        keepdims = self.largest.ndim == 2
-        largest = jnp.maximum(self.largest, jnp.max(logits, 1, keepdims=keepdims))
-        weights = jnp.exp(logits - _column(largest))
+        """Returns the state after one more tile; `mix(weights)` gives that tile's `mixed`."""
+        along: Any = {"axis": self.axis, "keepdims": self.largest.ndim == 2}
+        largest = jnp.maximum(self.largest, jnp.max(logits, **along))
+        weights = jnp.exp(logits - self.spread(largest))
         decay = jnp.exp(self.largest - largest)
-        total = self.total * decay + jnp.sum(weights, 1, keepdims=keepdims)
-        return Softmax(largest, total, self.mixed * _column(decay) + mix(weights))
+        total = self.total * decay + jnp.sum(weights, **along)
+        mixed = self.mixed * self.spread(decay) + mix(weights)
+        return self._replace(largest=largest, total=total, mixed=mixed)
 
     def finish(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the output, the log-sum-exp (lse) and the rounding error of the lse.
@@ -628,7 +668,30 @@ class Softmax(NamedTuple):
         total = jnp.where(self.total == 0, 1.0, self.total)
         lse = self.largest + jnp.log(total)
         lse_error = jnp.log(total) - (lse - self.largest)
-        return self.mixed / _column(total), jnp.where(self.total == 0, -jnp.inf, lse), lse_error
+        lse = jnp.where(self.total == 0, -jnp.inf, lse)
+        return self.mixed / self.spread(total), lse, lse_error
+
+
+class SoftmaxOfColumns(Softmax):
+    """State of the online softmax of a transposed tile `(s, t)`, whose columns are queries.
+
+    `largest` and `total` are `(1, t)`, and `mixed` is `(Hv, t)`.
+    """
+
+    @classmethod
+    def of_tile(cls, queries: int, size: int) -> "SoftmaxOfColumns":
+        """Returns the state before any tile."""
+        lowest = jnp.full((1, queries), np.finfo(np.float32).min, jnp.float32)
+        return cls(lowest, jnp.zeros_like(lowest), jnp.zeros((size, queries), jnp.float32))
+
+    @property
+    def axis(self) -> int:
+        """The axis of the keys in an array of logits."""
+        return 0
+
+    def spread(self, rows: jax.Array) -> jax.Array:
+        """Returns numbers of queries in a form that broadcasts over the keys."""
+        return rows
 
 
 def _column(rows):

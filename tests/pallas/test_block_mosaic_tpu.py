@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import effattn
 from effattn import dispatch, patterns
+from effattn.analysis import cost
 from effattn.cores.block_attention import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.testing.functions import assert_close
@@ -100,6 +101,45 @@ def test_it_is_lowered_for_tpus(name):
     assert kernels_of(function, case.arrays(np.float32), platform="tpu") == {MOSAIC_TPU}
 
 
+def grids(options, queries=1000):
+    """The grids of the three kernels of a call with 1000 keys, forward and backward."""
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32)
+        for length, heads in ((queries, 4), (1000, 2))
+    )
+
+    def total(*arrays):
+        return attend(*arrays, **options, **TILE).sum()
+
+    def of(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                yield equation.params["grid_mapping"].grid
+            else:
+                for inner in cost.inner_jaxprs(equation):
+                    yield from of(inner)
+
+    gradients = jax.grad(total, (0, 1, 2))
+    return [*of(jax.make_jaxpr(gradients)(query, key, key).jaxpr)]
+
+
+def test_kernels_visit_only_tiles_with_pairs_if_these_are_known():
+    """Eight tiles a side; the kernel of keys visits each tile for two query heads."""
+    causal = 8 * 9 // 2
+    assert grids({"is_causal": True}) == [(1, 4, causal), (1, 4, causal), (1, 2, 2 * causal)]
+    window = {"is_causal": True, "local_window_size": (127, 0)}
+    assert grids(window) == [(1, 4, 15), (1, 4, 15), (1, 2, 30)]
+    assert grids({}) == [(1, 4, 64), (1, 4, 64), (1, 2, 128)]
+    # Keys that no query sees have a step that writes their gradients.
+    early = grids({"is_causal": True}, queries=256)
+    assert early == [(1, 4, 3), (1, 4, 3), (1, 2, 2 * (2 + 1 + 6))]
+
+
+def test_unknown_tiles_have_a_step_for_each_pair():
+    lengths = {"is_causal": True, "key_value_seq_lengths": jnp.array([900])}
+    assert grids(lengths) == [(1, 4, 8, 8), (1, 4, 8, 8), (1, 2, 8, 2, 8)]
+
+
 COMPILE = """
 import sys
 import jax, jax.numpy as jnp
@@ -138,6 +178,7 @@ def test_it_is_compiled_for_tpus(topology, size):
     pytest.importorskip("libtpu", reason="needs the libtpu package, which compiles the kernels")
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",

@@ -3,16 +3,20 @@
 The last axis of the grid walks over the tiles that a query tile (or a key tile) visits, one after
 another on one core; sums stay in scratch memory (VMEM). The index of the next tile is read from
 scalar memory before its step begins, so that the next tile is copied in while the current tile is
-computed. Extra steps of a row of tiles repeat the index of the last tile, and copy nothing.
+computed. If the visited tiles are known when the program is traced, as with causality and windows,
+one axis lists them all (`_order`). Otherwise each tile has as many steps as it may need; extra
+steps repeat the index of the last tile, and copy nothing.
 
 Arrays are first transposed to `(B, N, T, H)`, as the last two axes of a tile must be the two axes
-of a register, and are padded to whole tiles in the same pass. The softmax sums of rows are kept as
-`(t, 128)`, the width of a register, and the results per row are written as `(1, t)`: an array
-`(t, 1)` would take 128 times its size.
+of a register, and are padded to whole tiles in the same pass.
 
-The gradients come from two kernels, one for queries and one for keys and values. Their logits are
-transposed, `(s, t)`, so that log-sum-exp and delta lie along the registers as they are stored. XLA
-computes the gradients of a bias, a scale and the arrays that a score_mod closes over
+Logits are transposed, `(s, t)`, and so is the output until it is written. The sums over keys are
+then sums of whole registers, and what belongs to a query, such as its largest logit, its
+log-sum-exp and delta, lies along the registers, `(1, t)`, as it is stored: an array `(t, 1)` would
+take 128 times its size.
+
+The gradients come from two kernels, one for queries and one for keys and values. XLA computes the
+gradients of a bias, a scale and the arrays that a score_mod closes over
 (`effattn.xla.block_attention`), which is equally exact.
 
 Tiles. A step does t s H multiplications for each product and reads s (H + Hv) numbers. t = 512
@@ -24,7 +28,8 @@ at once, in 16 MB of VMEM.
 import dataclasses
 import functools
 import itertools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +42,13 @@ from effattn import dispatch
 from effattn.arrays import mesh_axes
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.pallas import block_tiles, partition
-from effattn.pallas.block_tiles import Arrays, At, Plan, Softmax, Walk
+from effattn.pallas.block_tiles import Arrays, At, Plan, SoftmaxOfColumns, Walk
 from effattn.xla import block_attention as xla
 
 LANES = 128
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "tiles of multiples of 128")
 _SIDES = 512, 256, 128
+_LEAST_MEMORY = 2**24  # what kernels get without a limit of their own, in bytes
 _MOST_SCALARS = 2**17  # largest number of layout entries, in 1 MB of scalar memory
 
 
@@ -67,29 +73,34 @@ def refusal(config: Config, x: Inputs) -> str | None:
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
-    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x, of_keys=False))
+    grid, walk = _grid(plan, arrays, x, of_keys=False)
+    arrays = arrays._replace(walk=walk)
     batch, (t, _), (heads, _) = arrays.query.shape[0], plan.tile, plan.heads
     rows, width = plan.grid[0] * t, plan.sizes[1]
 
-    def of_rows(*block):
-        return pl.BlockSpec((None, None, *block), lambda b, h, n, m, *_: (b, h, n, 0))
+    def at(*given):
+        return (*_at_step(plan, False, 2 + len(grid), *given)[:3], 0)
+
+    def along(*given):
+        b, h, n, _ = at(*given)
+        return b, h, 0, n
 
     run = functools.partial(
         _call,
         _forward_kernel,
         plan,
-        (batch, heads, plan.grid[0], _steps(plan, x, of_keys=False)),
+        (batch, heads, *grid),
         out_specs=[
-            of_rows(t, width),
-            *2 * [pl.BlockSpec((None, None, 1, t), lambda b, h, n, m, *_: (b, h, 0, n))],
+            pl.BlockSpec((None, None, t, width), at),
+            *2 * [pl.BlockSpec((None, None, 1, t), along)],
         ],
         out_shape=[
             ((batch, heads, rows, width), dtype),
             *2 * [((batch, heads, 1, rows), jnp.float32)],
         ],
-        scratch_shapes=[(t, LANES), (t, LANES), (t, width)],
+        scratch_shapes=[(1, t), (1, t), (width, t)],
     )
-    out, *along_rows = run(_Inputs.of(plan, arrays, of_keys=False, transposed=False))
+    out, *along_rows = run(_Inputs.of(plan, arrays, 2 + len(grid), of_keys=False))
     queries = plan.lengths[0]
     out = jnp.swapaxes(out[:, :, :queries], 1, 2).reshape(*x.query.shape[:-1], width)
     lse, lse_error = (
@@ -120,36 +131,37 @@ def backward(
     lse = jnp.where(lse == -jnp.inf, 0, lse)
     rows = _by_head(d_out, t), _in_rows(lse, t, jnp.inf), _in_rows(delta, t, 0)
 
-    def call(kernel, of_keys, grid, specs, shapes, scratch):
-        walk = block_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
-        inputs = _Inputs.of(
-            plan, arrays._replace(walk=walk), of_keys=of_keys, transposed=True, rows=rows
-        )
+    def call(kernel, of_keys, blocks, shapes):
+        grid, walk = _grid(plan, arrays, x, of_keys=of_keys)
+        axes = 2 + len(grid)
+        known = arrays._replace(walk=walk)
+        inputs = _Inputs.of(plan, known, axes, of_keys=of_keys, rows=rows)
+
+        def at(*given):
+            step = _at_step(plan, of_keys, axes, *given)
+            return step.b, *((given[1], step.m) if of_keys else (step.h, step.n)), 0
+
         return _call(
             kernel,
             plan,
-            grid,
+            (batch, key_heads if of_keys else heads, *grid),
             inputs,
-            out_specs=[pl.BlockSpec((None, None, *s[0]), s[1]) for s in specs],
+            out_specs=[pl.BlockSpec((None, None, *block), at) for block in blocks],
             out_shape=shapes,
-            scratch_shapes=scratch,
+            scratch_shapes=blocks,
         )
 
     (d_query,) = call(
         _query_kernel,
         False,
-        (batch, heads, plan.grid[0], _steps(plan, x, of_keys=False)),
-        [((t, size), lambda b, h, n, m, *_: (b, h, n, 0))],
-        [((batch, heads, plan.grid[0] * t, size), x.query.dtype)],
         [(t, size)],
+        [((batch, heads, plan.grid[0] * t, size), x.query.dtype)],
     )
     d_key, d_value = call(
         _key_kernel,
         True,
-        (batch, key_heads, plan.grid[1], plan.group, _steps(plan, x, of_keys=True)),
-        [((s, n), lambda b, k, m, g, i, *_: (b, k, m, 0)) for n in (size, width)],
-        [((batch, key_heads, plan.grid[1] * s, n), x.key.dtype) for n in (size, width)],
         [(s, size), (s, width)],
+        [((batch, key_heads, plan.grid[1] * s, n), x.key.dtype) for n in (size, width)],
     )
     gradients = Inputs(
         query=jnp.swapaxes(d_query[:, :, : plan.lengths[0]], 1, 2).reshape(x.query.shape),
@@ -183,6 +195,47 @@ def _tile(config, x):
     lengths = x.query.shape[-3], x.key.shape[-3]
     q, k = (next((s for s in _SIDES if s <= length), LANES) for length in lengths)
     return q, k
+
+
+def _grid(plan, arrays, x, *, of_keys):
+    """Returns the axes of the grid after the heads, and the arrays that `_at_step` reads."""
+    order = _order(plan, arrays, x, of_keys)
+    if order is not None:
+        return (len(order[0]),), tuple(map(jnp.asarray, order))
+    walk = block_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
+    axes = (plan.grid[1], plan.group) if of_keys else (plan.grid[0],)
+    return (*axes, _steps(plan, x, of_keys=of_keys)), walk
+
+
+# Bits of an entry of an order; the bits above them are the query head of the key head.
+_VISITED, _MASKED, _FIRST, _LAST, _HEAD = 1, 2, 4, 8, 4
+
+
+def _order(plan, arrays, x, of_keys):
+    """Returns all steps in order, if they are known: own tiles, other tiles, and bits.
+
+    An own tile without other tiles has one step, which visits none.
+    """
+    ranges = block_tiles.known_ranges(plan, arrays, x, of_keys=of_keys)
+    heads = plan.group if of_keys else 1
+    if ranges is None:
+        return None
+    counts = np.maximum(ranges[:, 1] - ranges[:, 0], 1) * heads
+    if 3 * counts.sum() > _MOST_SCALARS:
+        return None
+    others, bits = [], []
+    for low, high, first, stop in ranges.tolist():
+        masked = [*range(low, first), *range(stop, high)]
+        visited = [_VISITED | _MASKED] * len(masked) + [_VISITED] * (stop - first)
+        tiles = [*masked, *range(first, stop)] or [0]
+        others += tiles * heads
+        of_row = np.tile(visited or [0], heads)
+        of_row |= np.repeat(np.arange(heads) << _HEAD, len(tiles))
+        of_row[0] |= _FIRST
+        of_row[-1] |= _LAST
+        bits.append(of_row)
+    own = np.repeat(np.arange(len(ranges)), counts)
+    return own.astype(np.int32), np.array(others, np.int32), np.concatenate(bits).astype(np.int32)
 
 
 def _steps(plan, x, *, of_keys):
@@ -231,9 +284,12 @@ class _Inputs:
     specs: dict[str, Any]
 
     @classmethod
-    def of(cls, plan: Plan, x: Arrays, *, of_keys, transposed, rows=()) -> "_Inputs":
+    def of(cls, plan: Plan, x: Arrays, axes: int, *, of_keys, rows=()) -> "_Inputs":
         (t, s), group = plan.tile, plan.group
-        place = functools.partial(_place, plan, of_keys)
+
+        def place(*given):
+            return _at_step(plan, of_keys, axes, *given)[:4]
+
         arrays: dict[str, Any] = {}
         specs: dict[str, Any] = {}
 
@@ -262,7 +318,7 @@ class _Inputs:
             add("lse", rows[1], (None, None, 1, t), along_rows)
             add("delta", rows[2], (None, None, 1, t), along_rows)
 
-        # Arrays of tokens: queries are rows of a tile and keys columns; transposed, the reverse.
+        # Arrays of tokens: keys are rows of a tile, and queries columns.
         for name, array, which, value in (
             ("query_positions", x.query_positions, 0, 0),
             ("key_positions", x.key_positions, 1, 0),
@@ -271,7 +327,7 @@ class _Inputs:
         ):
             if array is None:
                 continue
-            array, is_column = _padded(array, 1, plan.tile[which], value), which == transposed
+            array, is_column = _padded(array, 1, plan.tile[which], value), which == 1
 
             def of_tokens(*grid, which=which, is_column=is_column):
                 b, _, *tiles = place(*grid)
@@ -294,10 +350,9 @@ class _Inputs:
             def of_pairs(*grid, sizes=sizes):
                 at = place(*grid)
                 found = [0 if size == 1 else i for i, size in zip(at, sizes, strict=True)]
-                return (*found[:2], *(found[:1:-1] if transposed else found[2:]))
+                return (*found[:2], *found[:1:-1])
 
-            if transposed:
-                array, block = jnp.swapaxes(array, 2, 3), [*block[:2], *block[:1:-1]]
+            array, block = jnp.swapaxes(array, 2, 3), [*block[:2], *block[:1:-1]]
             add(name, array, tuple(block), of_pairs)
 
         memory = pltpu.SMEM
@@ -310,17 +365,36 @@ class _Inputs:
         return cls((x.offset, *x.walk), arrays, specs)
 
 
-def _place(plan, of_keys, *grid_and_scalars):
-    """Returns (b, h, n, m) of a step: example, query head, query tile and key tile."""
-    b, h, n, m, *_ = _at_step(plan, of_keys, *grid_and_scalars)
-    return b, h, n, m
+class _Step(NamedTuple):
+    """A step of a grid.
+
+    Attributes:
+      b, h, n, m: example, query head, query tile and key tile.
+      visited: whether the step visits this pair of tiles; extra steps repeat the last pair.
+      masked: whether some pairs of tokens in it may not attend.
+      first, last: whether the step is the first or the last of the results' tile.
+    """
+
+    b: Any
+    h: Any
+    n: Any
+    m: Any
+    visited: Any
+    masked: Any
+    first: Any
+    last: Any
 
 
-def _at_step(plan, of_keys, *grid_and_scalars):
-    """Returns (b, h, n, m, visited, masked) of a step; extra steps repeat the last tile."""
-    count = 5 if of_keys else 4
-    grid, (_, *walk) = grid_and_scalars[:count], grid_and_scalars[count:]
-    b, head, own, *group, step = grid
+def _at_step(plan, of_keys, axes, *grid_and_scalars) -> _Step:
+    """Returns the step at `axes` indices of the grid, of which the first two are example and head.
+
+    The arrays in scalar memory follow the indices.
+    """
+    grid, (_, *walk) = grid_and_scalars[:axes], grid_and_scalars[axes:]
+    b, head, own, *rest = grid
+    if not rest:
+        return _known_step(plan, of_keys, b, head, own, walk)
+    *group, step = rest
     key_head = head if of_keys else lax.div(head, np.int32(plan.group))
 
     def read(array, *index):
@@ -334,9 +408,24 @@ def _at_step(plan, of_keys, *grid_and_scalars):
     other = jnp.where(masked, other, row.whole_tile(_within(at - row.masked, row.whole)))
     # A row without visited tiles still needs a valid index.
     other = jnp.clip(other, 0, plan.grid[0 if of_keys else 1] - 1)
-    head = head * plan.group + group[0] if of_keys else head
+    first, last = step == 0, step == pl.num_programs(axes - 1) - 1
+    if of_keys:
+        head = head * plan.group + group[0]
+        first, last = first & (group[0] == 0), last & (group[0] == plan.group - 1)
     n, m = (other, own) if of_keys else (own, other)
-    return b, head, n, m, step < total, masked
+    return _Step(b, head, n, m, step < total, masked, first, last)
+
+
+def _known_step(plan, of_keys, b, head, step, order):
+    own, other, bits = (array[step] for array in order)
+
+    def has(bit):
+        return lax.bitwise_and(bits, np.int32(bit)) != 0
+
+    n, m = (other, own) if of_keys else (own, other)
+    if of_keys:
+        head = head * plan.group + lax.shift_right_logical(bits, np.int32(_HEAD))
+    return _Step(b, head, n, m, has(_VISITED), has(_MASKED), has(_FIRST), has(_LAST))
 
 
 def _within(at, count):
@@ -346,9 +435,11 @@ def _within(at, count):
 def _call(kernel, plan, grid, inputs: _Inputs, *, out_specs, out_shape, scratch_shapes):
     scalars, arrays = mesh_axes.vary_alike((inputs.scalars, inputs.arrays))
     varying = jax.typeof(scalars[0]).manual_axis_type
-    semantics: Any = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
+    # In a list of steps, those of one tile of results follow each other.
+    parallel = 2 if len(grid) == 3 else 3
+    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
     return pl.pallas_call(
-        functools.partial(kernel, plan, len(scalars), tuple(arrays)),
+        functools.partial(kernel, plan, len(scalars), tuple(arrays), len(grid)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,
@@ -360,24 +451,52 @@ def _call(kernel, plan, grid, inputs: _Inputs, *, out_specs, out_shape, scratch_
             jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
             for shape, dtype in out_shape
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, vmem_limit_bytes=_vector_memory(plan, inputs)
+        ),
+        cost_estimate=_cost(plan, kernel, grid, inputs, out_shape),
         interpret=plan.config.implementations.interpreted,
         name=f"block_attention{kernel.__name__.removesuffix('_kernel')}",
     )(*scalars, *arrays.values())
+
+
+def _vector_memory(plan, inputs):
+    """Returns the bytes of VMEM that a kernel may use.
+
+    Each block of an array has two copies; at most four arrays of logits exist at a time.
+    """
+    t, s = plan.tile
+    numbers = 2 * (t + s) * sum(plan.sizes) * 2 + 4 * t * s
+    pairs = sum(2 * t * s for name in ("bias", "mask") if name in inputs.arrays)
+    return max(4 * (numbers + pairs), _LEAST_MEMORY)
+
+
+def _cost(plan, kernel, grid, inputs, out_shape):
+    """Returns the estimated cost of a call, with which XLA plans what runs beside it."""
+    # A grid with idle steps has about twice as many steps as tiles, if attention is causal.
+    tiles = math.prod(grid) // (2 if len(grid) > 3 and plan.config.right == 0 else 1)
+    pairs = tiles * math.prod(plan.tile)
+    size, width = plan.sizes
+    products = {_forward_kernel: size + width, _query_kernel: 2 * size + width}
+    each = products.get(kernel, 2 * (size + width))
+    arrays = sum(array.size * array.dtype.itemsize for array in inputs.arrays.values())
+    results = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in out_shape)
+    return pl.CostEstimate(
+        flops=2 * pairs * each, bytes_accessed=arrays + results, transcendentals=pairs
+    )
 
 
 # Kernels
 
 
 class _Tile:
-    """Blocks of one step; its tile is `(t, s)`, or `(s, t)` if `transposed`."""
+    """Blocks of one step; its tile is transposed, `(s, t)`."""
 
-    def __init__(self, plan, scalars, blocks, *, of_keys, transposed):
-        self.plan, self.blocks, self.transposed = plan, blocks, transposed
-        grid = tuple(pl.program_id(axis) for axis in range(5 if of_keys else 4))
-        place = _at_step(plan, of_keys, *grid, *scalars)
-        self.b, self.h, self.n, self.m, self.visited, self.masked = place
-        self.step, self.steps = grid[-1], pl.num_programs(len(grid) - 1)
+    def __init__(self, plan, scalars, blocks, axes, *, of_keys):
+        self.plan, self.blocks = plan, blocks
+        grid = tuple(pl.program_id(axis) for axis in range(axes))
+        self.step = _at_step(plan, of_keys, axes, *grid, *scalars)
+        self.b, self.h, self.n, self.m, *_ = self.step
         offset = scalars[0]
         self.offset = offset[self.b if offset.shape[0] > 1 else 0]
         exact = blocks["query"].dtype == jnp.float32
@@ -403,7 +522,7 @@ class _Tile:
         """Returns indices and positions of the tile."""
         index = []
         for axis, tile in ((0, self.n), (1, self.m)):
-            size, down = self.plan.tile[axis], axis == self.transposed
+            size, down = self.plan.tile[axis], axis == 1
             shape = (size, 1) if down else (1, size)
             index.append(tile * size + lax.broadcasted_iota(jnp.int32, shape, 0 if down else 1))
         i, j = self.block("query_positions"), self.block("key_positions")
@@ -443,47 +562,46 @@ class _Tile:
     def visit(self, step):
         """Runs `step(masked)` if this step visits a tile."""
         for masked in (True, False):
-            here = self.masked if masked else ~self.masked
-            pl.when(self.visited & here)(functools.partial(step, masked))
+            here = self.step.masked if masked else ~self.step.masked
+            pl.when(self.step.visited & here)(functools.partial(step, masked))
 
 
-def _unpack(plan, scalars, names, refs, **how):
+def _unpack(plan, scalars, names, axes, refs, *, of_keys):
     blocks = dict(zip(names, refs[scalars:], strict=False))
-    return _Tile(plan, refs[:scalars], blocks, **how), refs[scalars + len(names) :]
+    return _Tile(plan, refs[:scalars], blocks, axes, of_keys=of_keys), refs[scalars + len(names) :]
 
 
-def _forward_kernel(plan, scalars, names, *refs):
-    tile, (out, lse, lse_error, largest, total, mixed) = _unpack(
-        plan, scalars, names, refs, of_keys=False, transposed=False
-    )
+def _forward_kernel(plan, scalars, names, axes, *refs):
+    tile, results = _unpack(plan, scalars, names, axes, refs, of_keys=False)
+    out, lse, lse_error, *sums = results
 
-    @pl.when(tile.step == 0)
+    @pl.when(tile.step.first)
     def _():
-        start = Softmax.start(*mixed.shape, keepdims=True)
-        for ref, value in zip((largest, total, mixed), start, strict=True):
-            ref[...] = jnp.broadcast_to(value, ref.shape)
+        start = SoftmaxOfColumns.of_tile(*sums[2].shape[::-1])
+        for ref, value in zip(sums, start, strict=True):
+            ref[...] = value
 
     @tile.visit
     def _(masked):
         at = tile.at()
-        products = tile.dot(tile.block("query"), tile.block("key"))
+        products = tile.dot(tile.block("key"), tile.block("query"))
         logits, _ = tile.logits(at, products, masked)
 
         def mix(weights):
             value = tile.block("value")
             weights = block_tiles.dropped(plan, at, weights, tile.load)
-            return tile.dot(weights.astype(value.dtype), value, (1, 0))
+            return tile.dot(value, weights.astype(value.dtype), (0, 0))
 
-        before = Softmax(largest[...][:, :1], total[...][:, :1], mixed[...])
-        for ref, value in zip((largest, total, mixed), before.seeing(logits, mix), strict=True):
-            ref[...] = jnp.broadcast_to(value, ref.shape)
+        before = SoftmaxOfColumns(*(ref[...] for ref in sums))
+        for ref, value in zip(sums, before.seeing(logits, mix), strict=True):
+            ref[...] = value
 
-    @pl.when(tile.step == tile.steps - 1)
+    @pl.when(tile.step.last)
     def _():
-        output, *of_rows = Softmax(largest[...], total[...], mixed[...]).finish()
-        out[...] = output.astype(out.dtype)
+        output, *of_rows = SoftmaxOfColumns(*(ref[...] for ref in sums)).finish()
+        out[...] = output.T.astype(out.dtype)
         for ref, value in zip((lse, lse_error), of_rows, strict=True):
-            ref[...] = value.T[:1]
+            ref[...] = value
 
 
 def _gradients(tile, at, masked):
@@ -496,10 +614,10 @@ def _gradients(tile, at, masked):
     return weights, pull_back(d_logits)[0]
 
 
-def _query_kernel(plan, scalars, names, *refs):
-    tile, (d_query, total) = _unpack(plan, scalars, names, refs, of_keys=False, transposed=True)
+def _query_kernel(plan, scalars, names, axes, *refs):
+    tile, (d_query, total) = _unpack(plan, scalars, names, axes, refs, of_keys=False)
 
-    @pl.when(tile.step == 0)
+    @pl.when(tile.step.first)
     def _():
         total[...] = jnp.zeros_like(total)
 
@@ -509,18 +627,16 @@ def _query_kernel(plan, scalars, names, *refs):
         key = tile.block("key")
         total[...] += tile.dot(d_products.astype(key.dtype), key, (0, 0))
 
-    @pl.when(tile.step == tile.steps - 1)
+    @pl.when(tile.step.last)
     def _():
         d_query[...] = total[...].astype(d_query.dtype)
 
 
-def _key_kernel(plan, scalars, names, *refs):
-    tile, (d_key, d_value, of_key, of_value) = _unpack(
-        plan, scalars, names, refs, of_keys=True, transposed=True
-    )
-    head = pl.program_id(3)
+def _key_kernel(plan, scalars, names, axes, *refs):
+    tile, results = _unpack(plan, scalars, names, axes, refs, of_keys=True)
+    d_key, d_value, of_key, of_value = results
 
-    @pl.when((tile.step == 0) & (head == 0))
+    @pl.when(tile.step.first)
     def _():
         of_key[...], of_value[...] = jnp.zeros_like(of_key), jnp.zeros_like(of_value)
 
@@ -531,7 +647,7 @@ def _key_kernel(plan, scalars, names, *refs):
         of_key[...] += tile.dot(d_products.astype(query.dtype), query, (1, 0))
         of_value[...] += tile.dot(weights.astype(d_out.dtype), d_out, (1, 0))
 
-    @pl.when((tile.step == tile.steps - 1) & (head == plan.group - 1))
+    @pl.when(tile.step.last)
     def _():
         d_key[...], d_value[...] = (
             of_key[...].astype(d_key.dtype),
