@@ -9,8 +9,9 @@ the axis of tokens, as a block is tokens by features. A length that is not a mul
 padded.
 
 `_walk` and `_walk_back`, and for the delta form `_correct` and `_correct_back`, go through the
-blocks in order. The state, or its gradient, stays in scratch memory between blocks and is saved at
-each block. The other kernels compute blocks in any order.
+blocks in order. The state, or its gradient, stays in scratch memory between blocks and is saved
+before each block; one more step saves it after the last. The other kernels compute blocks in any
+order.
 
 The matrix unit does nearly all work. Without decay, or with one decay per token, a block is one
 masked product. The log decay between two tokens is then a sum of log decays, computed as a product
@@ -179,7 +180,7 @@ def _call(
     order: Any = "arbitrary" if in_order else "parallel"
     return pl.pallas_call(
         functools.partial(kernel, plan),
-        grid=(plan.batch, heads, plan.blocks),
+        grid=(plan.batch, heads, plan.blocks + in_order),
         in_specs=specs,
         out_specs=out_specs,
         out_shape=[
@@ -192,27 +193,37 @@ def _call(
     )(*inputs)
 
 
-def _tokens(size, share=1, group=None, back=0):
+def _every(n):
+    """The block of a step of a kernel that computes blocks in any order."""
+    return n
+
+
+def _in_order(plan):
+    """The block of a step of a walk; the step after the last block has none, and gets the last."""
+    return lambda n: jnp.minimum(n, plan.blocks - 1)
+
+
+def _in_reverse(plan):
+    """The block of a step of a walk from the last block to the first."""
+    return lambda n: jnp.maximum(plan.blocks - 1 - n, 0)
+
+
+def _tokens(size, share=1, group=None, block_at=_every):
     """Specifies blocks `(C, size)`, or `(group, C, size)`, of an array `(B, heads, T', size)`.
 
-    `share` heads of the grid read one head of the array. A `back` other than 0 is the number of
-    blocks, for a walk from the last block to the first.
+    `share` heads of the grid read one head of the array. `block_at(step)` is the block of a step.
     """
-
-    def place(b, h, n):
-        return b, h // share, back - 1 - n if back else n, 0
-
-    return pl.BlockSpec((None, group, BLOCK, size), place)
+    return pl.BlockSpec((None, group, BLOCK, size), lambda b, h, n: (b, h // share, block_at(n), 0))
 
 
-def _decays(plan, arrays, share=1, back=0):
+def _decays(plan, arrays, share=1, block_at=_every):
     if plan.decay is None:
         return []
     if plan.decay == "feature":
-        return [_tokens(arrays.key.shape[-1], share, back=back)]
+        return [_tokens(arrays.key.shape[-1], share, block_at=block_at)]
 
     def place(b, h, n):
-        return b, h // share, back - 1 - n if back else n, 0, 0
+        return b, h // share, block_at(n), 0, 0
 
     return [pl.BlockSpec((None, None, None, 1, BLOCK), place)]
 
@@ -223,28 +234,29 @@ def _saved(sizes, place):
 
 def _states(how, arrays: Arrays, state):
     plan, sizes = _plan(how, arrays), state.shape[2:]
-    share = plan.value_heads // plan.key_heads
+    share, block_at = plan.value_heads // plan.key_heads, _in_order(plan)
     (states,) = _call(
         plan,
         _walk,
         plan.value_heads,
         [_by_head(arrays.key), _by_head(arrays.value), *_log_decay(arrays), state[:, :, None]],
         [
-            _tokens(sizes[0], share),
-            _tokens(sizes[1]),
-            *_decays(plan, arrays),
+            _tokens(sizes[0], share, block_at=block_at),
+            _tokens(sizes[1], block_at=block_at),
+            *_decays(plan, arrays, block_at=block_at),
             _saved(sizes, lambda b, h, n: (b, h, 0)),
         ],
-        [(*state.shape[:2], plan.blocks, *sizes)],
+        [(*state.shape[:2], plan.blocks + 1, *sizes)],
         [_saved(sizes, lambda b, h, n: (b, h, n))],
         [pltpu.VMEM(sizes, jnp.float32)],
         in_order=True,
     )
-    return jnp.concatenate([state[:, :, None], states], 2)
+    return states
 
 
 def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
-    plan, sizes, back = _plan(how, arrays), d_state.shape[2:], _plan(how, arrays).blocks
+    plan, sizes = _plan(how, arrays), d_state.shape[2:]
+    block_at = _in_reverse(plan)
     (states,) = _call(
         plan,
         _walk_back,
@@ -256,17 +268,17 @@ def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
             d_state[:, :, None],
         ],
         [
-            _tokens(sizes[0], plan.heads // plan.query_heads, plan.group, back),
-            _tokens(sizes[1], 1, plan.group, back),
-            *_decays(plan, arrays, back=back),
+            _tokens(sizes[0], plan.heads // plan.query_heads, plan.group, block_at),
+            _tokens(sizes[1], 1, plan.group, block_at),
+            *_decays(plan, arrays, block_at=block_at),
             _saved(sizes, lambda b, h, n: (b, h, 0)),
         ],
-        [(*d_state.shape[:2], plan.blocks, *sizes)],
-        [_saved(sizes, lambda b, h, n: (b, h, back - 1 - n))],
+        [(*d_state.shape[:2], plan.blocks + 1, *sizes)],
+        [_saved(sizes, lambda b, h, n: (b, h, plan.blocks - n))],
         [pltpu.VMEM(sizes, jnp.float32)],
         in_order=True,
     )
-    return jnp.concatenate([states, d_state[:, :, None]], 2)
+    return states
 
 
 def _of_queries(plan, arrays, kernel, states, size, *more, dtype=jnp.float32):
@@ -334,21 +346,21 @@ def _d_key_value(how, arrays: Arrays, co_states, d_out):
 
 
 def _corrected(how, arrays: Arrays, chunks, state):
-    corrected, states = _of_chunks(_plan(how, arrays), _correct, chunks, state, lambda n: n)
-    return corrected, jnp.concatenate([state[:, :, None], states], 2)
+    plan = _plan(how, arrays)
+    return _of_chunks(plan, _correct, chunks, state, _in_order(plan), lambda n: n)
 
 
 def _corrected_back(how, arrays: Arrays, chunks, d_state):
     plan = _plan(how, arrays)
-    back = functools.partial(jnp.subtract, plan.blocks - 1)
-    corrected, states = _of_chunks(plan, _correct_back, chunks, d_state, back)
-    return corrected, jnp.concatenate([states, d_state[:, :, None]], 2)
+    place = functools.partial(jnp.subtract, plan.blocks)
+    return _of_chunks(plan, _correct_back, chunks, d_state, _in_reverse(plan), place)
 
 
-def _of_chunks(plan, kernel, chunks, state, chunk_at):
-    """Returns corrected values `(B, V, n, C, D)`, and the states after each chunk.
+def _of_chunks(plan, kernel, chunks, state, chunk_at, place):
+    """Returns corrected values `(B, V, n, C, D)`, and the states before and after each chunk.
 
-    `chunk_at(step)` is the chunk of a step of the grid.
+    `chunk_at(step)` is the chunk of a step of the grid, and `place(step)` that of the state before
+    the step.
     """
 
     def spec(x):
@@ -358,15 +370,15 @@ def _of_chunks(plan, kernel, chunks, state, chunk_at):
         )
 
     arrays = [x for x in chunks if x is not None]
-    states = jax.ShapeDtypeStruct((*state.shape[:2], plan.blocks, *state.shape[2:]), jnp.float32)
+    states = (*state.shape[:2], plan.blocks + 1, *state.shape[2:])
     return _call(
         plan,
         kernel,
         plan.value_heads,
         [*arrays, state[:, :, None]],
         [*map(spec, arrays), _saved(state.shape[2:], lambda b, h, n: (b, h, 0))],
-        [chunks.value.shape, states.shape],
-        [spec(chunks.value), spec(states)],
+        [chunks.value.shape, states],
+        [spec(chunks.value), _saved(state.shape[2:], lambda b, h, n: (b, h, place(n)))],
         [pltpu.VMEM(state.shape[2:], jnp.float32)],
         in_order=True,
     )
@@ -386,65 +398,63 @@ KERNELS = recurrence.Kernels(
 # Kernels: a program has one block of tokens, (C, F) and (C, D), and one state (F, D).
 
 
+def _save(plan, given, saved, state):
+    """Saves the state before a step, the given one before the first; returns `pl.when` for blocks.
+
+    The step after the last block has no block.
+    """
+    step = pl.program_id(2)
+
+    @pl.when(step == 0)
+    def _():
+        state[...] = given[...]
+
+    saved[...] = state[...]
+    return pl.when(step < plan.blocks)
+
+
 def _walk(plan, key, value, *refs):
     *log_decay, initial, states, state = refs
 
-    @pl.when(pl.program_id(2) == 0)
+    @_save(plan, initial, states, state)
     def _():
-        state[...] = initial[...]
-
-    at = _Decays(plan, log_decay)
-    written = plan.dot(_times(_wide(key), at.until_end()), _wide(value), (0, 0))
-    state[...] = _times(state[...], at.whole()) + written
-    states[...] = state[...]
+        at = _Decays(plan, log_decay)
+        written = plan.dot(_times(_wide(key), at.until_end()), _wide(value), (0, 0))
+        state[...] = _times(state[...], at.whole()) + written
 
 
 def _walk_back(plan, query, d_out, *refs):
     *log_decay, last, co_states, co_state = refs
 
-    @pl.when(pl.program_id(2) == 0)
+    @_save(plan, last, co_states, co_state)
     def _():
-        co_state[...] = last[...]
+        at = _Decays(plan, log_decay)
+        since_start = at.since_start()
 
-    at = _Decays(plan, log_decay)
-    since_start = at.since_start()
+        def of_head(g, before):
+            queries = _times(_wide(query, g), since_start)
+            return before + plan.dot(queries, _wide(d_out, g), (0, 0))
 
-    def of_head(g, before):
-        queries = _times(_wide(query, g), since_start)
-        return before + plan.dot(queries, _wide(d_out, g), (0, 0))
-
-    before = plan.over_group(of_head, _times(co_state[...], at.whole()))
-    co_state[...] = before
-    co_states[...] = before
+        co_state[...] = plan.over_group(of_head, _times(co_state[...], at.whole()))
 
 
 def _correct(plan, recalled, key, value, kept, initial, corrected, states, state):
-    @pl.when(pl.program_id(2) == 0)
+    @_save(plan, initial, states, state)
     def _():
-        state[...] = initial[...]
-
-    found, after = _corrected_chunk(plan, recalled, key, value, kept, state)
-    corrected[...] = found
-    state[...] = after
-    states[...] = after
+        corrected[...], state[...] = _corrected_chunk(plan, recalled, key, value, kept, state)
 
 
 def _correct_back(
     plan, recalled, key, value, kept, query, d_out, last, corrected, co_states, co_state
 ):
-    @pl.when(pl.program_id(2) == 0)
+    @_save(plan, last, co_states, co_state)
     def _():
-        co_state[...] = last[...]
+        corrected[...], before = _corrected_chunk(plan, recalled, key, value, kept, co_state)
 
-    found, before = _corrected_chunk(plan, recalled, key, value, kept, co_state)
+        def of_head(g, before):
+            return before + plan.dot(query[g], d_out[g], (0, 0))
 
-    def of_head(g, before):
-        return before + plan.dot(query[g], d_out[g], (0, 0))
-
-    before = plan.over_group(of_head, before)
-    corrected[...] = found
-    co_state[...] = before
-    co_states[...] = before
+        co_state[...] = plan.over_group(of_head, before)
 
 
 def _corrected_chunk(plan, recalled, key, value, kept, state):
