@@ -96,7 +96,7 @@ class _Task(TokenTask):
         """Computes the ranks of the keys: integers in the order of the scores."""
         code, job, builder = self.code, self.job, self.code.builder
         last = code.wide(code.load(self.of_token("last", 1), 0, code.int32))
-        stop = code.max(code.add(last, 1), 0)
+        stop = code.min(code.max(code.add(last, 1), 0), code.mul(job["chunks"], CHUNK))
         query = self.of_token("query", code.mul(job["heads"], job["size"]))
         weights = self.of_token("weights", job["heads"])
         chunk_size = code.mul(job["size"], CHUNK)
