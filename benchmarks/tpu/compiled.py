@@ -1,4 +1,4 @@
-"""The kernels for TPUs, compiled for TPUs that need not be there.
+"""The kernels for TPUs, compiled for TPUs on a machine without TPUs.
 
 python -m benchmarks.tpu.compiled --help
 
@@ -130,7 +130,7 @@ def compiled(chip: str, name: str) -> Row:
         command = [sys.executable, "-m", "benchmarks.tpu.compiled", "--alone", chip, name]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            row.failed = done.stderr.strip().splitlines()[-1]
+            row.failed = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
             return row
         row.temporary_bytes = int(done.stdout.split()[-1])
         row.schedules = schedules.read(Path(folder))
@@ -165,7 +165,7 @@ def table(rows: Sequence[Row]) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tpu.compiled",
-        description="Compiles the kernels for TPUs, which need not be there.",
+        description="Compiles the kernels for TPUs, on any machine.",
         allow_abbrev=False,
     )
     parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES])

@@ -24,8 +24,8 @@ class Schedule:
     Attributes:
       kernel: name of the kernel.
       bundles: bundles of the whole kernel.
-      body: bundles of its steady body: the longest piece without jumps that has matrix products and
-        no mask, which is the work of a step of the grid.
+      body: bundles of the work of a step of the grid without masks: of the pieces of code without
+        jumps that have nearly as many matrix products as any, the shortest.
       use: share of the slots of each unit that the body uses, by unit.
       spills: loads and stores of spilled registers in the body.
       vector_memory: bytes of VMEM that the kernel allocates itself.
@@ -67,7 +67,7 @@ def _schedule(kernel: str, listing: str, use: str, source: str) -> Schedule:
     products = max(used["MATMUL"] for _, used in of_pieces)
     # Among the pieces with nearly as many products as any, the shortest: others also mask.
     body, used = min(
-        ((piece, used) for piece, used in of_pieces if used["MATMUL"] > 0.8 * products),
+        ((piece, used) for piece, used in of_pieces if used["MATMUL"] >= 0.8 * products),
         key=lambda pair: len(pair[0]),
     )
     return Schedule(

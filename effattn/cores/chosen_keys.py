@@ -98,11 +98,12 @@ def choose(
     def by_kernel(index, places):
         from effattn.llvm import key_choice  # imported on first use: it imports a slow module
 
-        last = jnp.minimum(places.positions, places.limits[..., None] - 1)
+        last = jnp.minimum(places.positions, jnp.minimum(places.limits[..., None], keys) - 1)
         form = _positions_by_xla(places.segments is not None)
         query, key, weights = index
         at = key_choice.choose(form, query, key, weights, last, places.segments, count)
-        return Chosen(jnp.where(at < 0, ~at, at), at >= 0)
+        is_other = at >= key_choice.OTHER
+        return Chosen(jnp.where(is_other, at - key_choice.OTHER, at), ~is_other)
 
     def by_xla(index, places):
         return _choose_by_xla(index, places, count)
@@ -112,21 +113,21 @@ def choose(
 
 
 def _call(mechanism: str, *arrays: jax.Array) -> dispatch.Call:
-    """Description of a call with these arrays, `(*B, T, ..., ...)` first."""
+    """Description of a call, for `dispatch.choose`; the first array has queries, `(*B, T, ...)`."""
 
     def refusal():
         from effattn.llvm import chosen_keys  # imported on first use: it imports a slow module
 
         return chosen_keys.refusal(*arrays)
 
+    def limits(name):
+        from effattn.llvm import chosen_keys  # imported on first use: it imports a slow module
+
+        return chosen_keys.LIMITS if name == "llvm" else dispatch.Limits()
+
     suited = dispatch.suited(dtypes.common(*arrays), arrays[0].shape[-3])
-    limits = dispatch.Limits(("float32",), others="llvmlite")
-    return dispatch.Call(
-        mechanism,
-        {"llvm": refusal, "xla": lambda: None},
-        suited=suited,
-        limits=lambda name: limits if name == "llvm" else dispatch.Limits(),
-    )
+    refusals = {"llvm": refusal, "xla": lambda: None}
+    return dispatch.Call(mechanism, refusals, suited=suited, limits=limits)
 
 
 def _choose_by_xla(index: Index, places: Places, count: int) -> Chosen:
@@ -158,10 +159,12 @@ def _positions_by_xla(is_packed: bool) -> Callable[..., jax.Array]:
     """The form in XLA of the call of `key_choice`, for an example."""
 
     def run(query, key, weights, last, query_ids, key_ids, count):
+        from effattn.llvm import key_choice  # imported on first use: it imports a slow module
+
         segments = (query_ids, key_ids) if is_packed else None
         places = Places(last, jnp.int32(key.shape[-2]), segments)
         found = _choose_by_xla(Index(query, key, weights), places, count)
-        return jnp.where(found.counts, found.at, ~found.at)
+        return jnp.where(found.counts, found.at, found.at + key_choice.OTHER)
 
     return run
 

@@ -207,9 +207,9 @@ def _attend_whole(
 ) -> jax.Array:
     """`attend` for whole sequences of one document.
 
-    CPUs have a kernel for query heads that share a key head. A query head alone reads too few
-    numbers of each key for it: there the kernels of block attention are faster, which read each
-    block of keys for many queries.
+    CPUs have a kernel for query heads that share a key head: it reads keys once for all of them.
+    For query heads with keys of their own the kernels of block attention are faster, which read a
+    block of keys once for many queries.
     """
     call = _call_of(heads, (*compressed, gates))
     chosen = dispatch.choose(options["implementation"], call)
@@ -258,9 +258,14 @@ def _call_of(heads: Heads, others: tuple[jax.Array, ...]) -> dispatch.Call:
 
         return native_sparse.refusal(*heads, *others)
 
+    def limits(name):
+        from effattn.llvm import native_sparse  # imported on first use: it imports a slow module
+
+        return native_sparse.LIMITS if name == "llvm" else found.limits(name)
+
     if _are_shared(heads):
         refusals["llvm"] = refusal
-    return found._replace(refusals=refusals, signature=None)
+    return found._replace(refusals=refusals, limits=limits, signature=None)
 
 
 @functools.cache  # so that equal calls reuse one compiled program

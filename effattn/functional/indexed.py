@@ -83,8 +83,8 @@ def indexed_attention(
     `effattn.nn.IndexedSelfAttention` trains the index. With top_k of T or more, the result is
     causal `effattn.dot_product_attention`.
 
-    Time O(T^2 J E) for the scores, O(T^2 log T) to sort them and O(T top_k (H + Hv)) for the
-    attention; memory O(T top_k), forward and backward.
+    Time O(T^2 J E) for the scores, at most O(T^2 log T) for the choice and O(T top_k (H + Hv)) for
+    the attention; memory O(T top_k), forward and backward.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.

@@ -280,9 +280,10 @@ def _call(config, direction, shapes, operands, limits):
 
 
 def splits_of(heads: int, queries: int) -> int:
-    """Number of tasks for each of so many key heads, whose gradients are added up.
+    """Number of tasks that share the work of a key head, if there are so many key heads.
 
-    There are enough tasks for all threads, and at most one for each query tile.
+    The gradients of these tasks are added up. There are enough tasks for all threads, and at most
+    one for each query tile.
     """
     return max(1, min(-(-threads() // heads), -(-queries // TILE)))
 

@@ -59,7 +59,7 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     chosen keys or -1 for none, out `(*B, T, G, Hv)`, and `(*B, T, G)` for the largest logit and the
     sum of exp(logit - largest). k is a multiple of `CHUNK`, H and Hv are multiples of the lanes. A
     batch axis of length 1 of an argument is broadcast. The attributes are `limits`, the number of
-    splits, and `scale`.
+    splits, which only the backward pass reads, and `scale`.
     """
     multiply, accumulate = write_products(module, name, lanes)
 

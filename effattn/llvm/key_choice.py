@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from effattn.llvm import runtime
+from effattn.llvm.key_choice_kernel import OTHER as OTHER
 from effattn.llvm.key_chunks import CHUNK, chunks_of, whole
 from effattn.llvm.primitive import kernel
 
@@ -32,14 +33,14 @@ def choose(
 ) -> jax.Array:
     """The keys with the largest scores, int32 `(*B, T, count)`, different keys for each query.
 
-    A query that sees fewer keys also gets keys that it does not see, as -1 - key.
+    A query that sees fewer keys also gets keys that it does not see, as `OTHER` + key.
 
     Args:
       plain: the same in XLA for an example, `(query, key, weights, last, *segments, count)`.
       query: `(*B, T, J, E)`.
       key: `(*B, S, E)`, at least `count` keys.
       weights: `(*B, T, J)`.
-      last: int32 `(*B, T)`, the last key that each query may see.
+      last: int32 `(*B, T)`, the last key that each query may see, at most S - 1.
       segments: segment ids of queries `(*B, T)` and of keys `(*B, S)`, or None.
       count: keys of a query.
     """

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
     from effattn.llvm.codegen import Code
     from effattn.llvm.handlers import Frame, Job
 
+OTHER = 2**30  # added to a key that is not chosen; as float32, the bits are a number
 _NONE = -(2**31)  # rank of a key without a score, below the ranks of all numbers
 
 _SIZES = "tokens", "heads", "size", "chunks", "count", "has_ids"
@@ -41,11 +42,11 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler (query, key_chunks, weights, last, query_ids, key_ids) -> (chosen,).
 
     Shapes: query `(*B, T, J, E)`, key_chunks `(*B, S / c, E, c)` for chunks of c keys, weights
-    `(*B, T, J)`, last `(*B, T)`, the last key of each query, ids of documents `(*B, T)` and `(*B,
-    S)`, and chosen `(*B, T, k)`, whose numbers have the bits of int32: the chosen keys in order,
-    then other keys as -1 - key if the query sees fewer. Equal scores go to the earlier key. S is a
-    multiple of c. A batch axis of length 1 of an argument is broadcast. The attribute `limits` is
-    (k, whether there are ids); `scale` is not used.
+    `(*B, T, J)`, last `(*B, T)`, the last key of each query, below S, ids of documents `(*B, T)`
+    and `(*B, S)`, and chosen `(*B, T, k)`, whose numbers have the bits of int32: the chosen keys in
+    order, then other keys as `OTHER` + key if the query sees fewer. Equal scores go to the earlier
+    key. S is a multiple of c. A batch axis of length 1 of an argument is broadcast. The attribute
+    `limits` is (k, whether there are ids); `scale` is not used.
     """
     from effattn.llvm.codegen import vectors_at_once, write_product
     from effattn.llvm.handlers import write_handler
@@ -96,7 +97,7 @@ class _Task(TokenTask):
         """Computes the ranks of the keys: integers in the order of the scores."""
         code, job, builder = self.code, self.job, self.code.builder
         last = code.wide(code.load(self.of_token("last", 1), 0, code.int32))
-        stop = code.min(code.max(code.add(last, 1), 0), code.mul(job["chunks"], CHUNK))
+        stop = code.max(code.add(last, 1), 0)
         query = self.of_token("query", code.mul(job["heads"], job["size"]))
         weights = self.of_token("weights", job["heads"])
         chunk_size = code.mul(job["size"], CHUNK)
@@ -208,6 +209,6 @@ class _Task(TokenTask):
             is_needed = code.less(code.get(found), job["count"])
             is_free = code.builder.not_(code.get(is_chosen))
             with code.when(code.builder.and_(is_needed, is_free)):
-                other = code.builder.trunc(code.sub(-1, key), code.int32)
+                other = code.builder.trunc(code.add(key, OTHER), code.int32)
                 code.store(other, target, code.get(found))
                 code.set(found, code.add(code.get(found), 1))

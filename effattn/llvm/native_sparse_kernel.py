@@ -181,7 +181,7 @@ def _backward_memory(code: Code, job: Job) -> dict[str, Any]:
 
 
 def _before(code, job):
-    """Zeros before the shares: compressed blocks begin before the first stride that they are in."""
+    """Number of zeros before the shares: a stride reads those of blocks that begin before it."""
     return code.round_to_lanes(code.div(job["compression"], job["stride"]))
 
 

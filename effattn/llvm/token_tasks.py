@@ -36,7 +36,8 @@ class TokenTask:
     Attributes:
       example: the example of the results.
       examples: the example of each argument.
-      split: which blocks the task has, backward.
+      split: number of the task among those of its example: forward, the number of its block,
+        counted from the last one; backward, that of the first of its blocks.
       token: the present token.
     """
 

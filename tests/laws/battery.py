@@ -37,7 +37,6 @@ WITH_KERNELS = frozenset(
         "gated_slot",
         "hedgehog",
         "hgrn2",
-        "indexed",
         "infini",
         "kimi_delta",
         "lightning",
@@ -69,7 +68,7 @@ WITH_KERNELS = frozenset(
 )
 MECHANISMS = [s._replace(tuned=s.name not in WITH_KERNELS) for s in MECHANISMS]
 # `tests.cores.test_chosen_blocks` compares the two forms of these, whose laws take long.
-COMPARED = frozenset({"indexed", "moba", "native_sparse"})
+COMPARED = frozenset({"moba", "native_sparse"})
 # Among users of the linear recurrence, these have its XLA form under the laws: a normaliser,
 # decays of tokens and of features, the delta form, and reads before the token. `tests.xla` has all.
 RECURRENCES = frozenset({"linear", "gated_delta_net", "rwkv6", "mamba"})

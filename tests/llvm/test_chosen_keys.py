@@ -232,3 +232,53 @@ def test_no_token_before_a_change_notices_it():
 
     for before, after in zip(run(arrays), run(changed), strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+def test_under_vmap_shared_arrays_stay_shared():
+    arrays = arrays_of("whole vectors")
+    call = functools.partial(effattn.indexed_attention, top_k=9, implementation="llvm")
+
+    def total(arrays):
+        return jnp.sin(call(**arrays)).sum()
+
+    for name in arrays:
+        both = jnp.stack([arrays[name], -arrays[name]])
+
+        def of_one(x, name=name):
+            return jax.value_and_grad(total)({**arrays, name: x})
+
+        ours = jax.vmap(of_one)(both)
+        expected = jax.tree.map(lambda *x: jnp.stack(x), *map(of_one, both))
+        assert_close(ours, expected, 1e-5)
+
+
+def test_queries_may_be_some_tokens_of_the_sequence():
+    """As in a chunk of a long prompt: other positions than those of the first keys."""
+    rng = np.random.default_rng(3)
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    index = Index(draw(2, 20, 3, 4), draw(2, 90, 4), draw(2, 20, 3))
+    positions = np.stack([np.arange(70, 90), np.arange(15, 35)]).astype(np.int32)
+    places = Places(positions, np.array([85, 90], np.int32))
+    heads = draw(2, 20, 4, 8), draw(2, 90, 2, 8), draw(2, 90, 2, 8)
+
+    def run(name):
+        found = chosen_keys.choose("a test", index, places, 30, name)
+        return chosen_keys.attend("a test", heads, found, 0.3, None, name)
+
+    assert_close(run("llvm"), run("xla"), 1e-5)
+
+
+def test_it_is_silent_where_programs_are_searched_for_nan():
+    arrays = arrays_of("groups")
+    with jax.debug_nans(True):
+        effattn.indexed_attention(**arrays, top_k=9, implementation="llvm")
+
+
+def test_limits_beyond_the_keys_choose_no_padding():
+    index = Index(np.ones((70, 1, 1), "f"), -np.ones((70, 1), "f"), -np.ones((70, 1), "f"))
+    places = Places(np.full(70, 100, np.int32), np.int32(100))
+    found = chosen_keys.choose("a test", index, places, 70, "llvm")
+    assert (np.sort(found.at) == np.arange(70)).all()

@@ -79,7 +79,7 @@ def test_it_agrees_with_float64(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["documents", "layout of heads"])
+@pytest.mark.parametrize("name", ["documents", "layout of heads", "window", "one row"])
 def test_it_has_no_races_and_reads_nothing_that_was_not_written(name):
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     with dispatch.interpreted(params):

@@ -48,7 +48,7 @@ from effattn.xla import block_attention as xla
 LANES = 128
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "tiles of multiples of 128")
 _SIDES = 512, 256, 128
-_LEAST_MEMORY = 2**24  # what kernels get without a limit of their own, in bytes
+_LEAST_MEMORY = 2**24  # the limit of a kernel that sets none, in bytes
 _MOST_SCALARS = 2**17  # largest number of layout entries, in 1 MB of scalar memory
 
 
