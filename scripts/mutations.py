@@ -134,6 +134,9 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/arrays/test_segments.py", "tests/test_bad_input.py"), None),
         (("tests/laws/test_default.py",), "softmax or linear"),
     ),
+    r"cores/chosen_keys": (
+        (("tests/functional/test_indexed.py", "tests/llvm/test_chosen_keys.py"), None),
+    ),
     r"cores/chosen_blocks": (
         (("tests/cores/test_chosen_blocks.py", "tests/functional/test_moba.py"), None),
         (("tests/laws/test_laws.py",), "moba"),

@@ -154,7 +154,7 @@ def table(rows: Sequence[Row]) -> str:
             lines.append(f"| {row.chip} | {row.case} | {row.failed} |||||||||")
         for each in row.schedules:
             units = ("MATMUL", "VALU", "VLOAD", "VSTORE", "EUP")
-            use = " | ".join(f"{100 * each.use[unit]:.0f} %" for unit in units)
+            use = " | ".join(f"{each.use[unit]} %" for unit in units)
             lines.append(
                 f"| {row.chip} | {row.case} | {each.kernel} | {each.bundles:,} | {each.body:,} | "
                 f"{use} | {each.spills:,} | {each.vector_memory / 1e6:.1f} MB |"

@@ -26,7 +26,7 @@ class Schedule:
       bundles: bundles of the whole kernel.
       body: bundles of the work of a step of the grid without masks: of the pieces of code without
         jumps that have nearly as many matrix products as any, the shortest.
-      use: share of the slots of each unit that the body uses, by unit.
+      use: share of the slots of each unit that the body uses, by unit, in whole percent.
       spills: loads and stores of spilled registers in the body.
       vector_memory: bytes of VMEM that the kernel allocates itself.
     """
@@ -34,7 +34,7 @@ class Schedule:
     kernel: str
     bundles: int
     body: int
-    use: dict[str, float]
+    use: dict[str, int]
     spills: int
     vector_memory: int
 
@@ -74,7 +74,7 @@ def _schedule(kernel: str, listing: str, use: str, source: str) -> Schedule:
         kernel=kernel,
         bundles=total,
         body=len(body),
-        use={unit: used[unit] / (slots[unit] * len(body)) for unit in _UNITS},
+        use={unit: round(100 * used[unit] / (slots[unit] * len(body))) for unit in _UNITS},
         spills=sum(used[name] for name in _SPILLS),
         vector_memory=_allocated(source),
     )

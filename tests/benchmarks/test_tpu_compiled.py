@@ -42,8 +42,8 @@ def test_a_schedule_has_the_counts_of_the_shortest_piece_with_the_products(tmp_p
     write(tmp_path, "fusion.3", bundles, uses, source)
     (found,) = schedules.read(tmp_path)
     assert (found.kernel, found.bundles, found.body) == ("block_attention_forward.1", 7, 2)
-    assert found.use["MATMUL"] == 1
-    assert found.use["VALU"] == 0.5
+    assert found.use["MATMUL"] == 100
+    assert found.use["VALU"] == 50
     assert found.spills == 4
     assert found.vector_memory == 0x3000
 
