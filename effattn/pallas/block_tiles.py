@@ -32,6 +32,7 @@ from effattn.pallas.elements import Program, Unsupported
 from effattn.patterns.layouts import BlockLayout
 
 _MOST_ENTRIES = 4096  # largest number of entries of a table
+_MOST_PAIRS = 2**22  # largest number of pairs of tiles that NumPy compares
 _AT_ONCE = 128  # rows of tiles that are compared at a time with all tiles of the other side
 
 
@@ -424,9 +425,12 @@ def _ranges(plan, x, of_keys):
 def known_ranges(plan: Plan, arrays: Arrays, x: Inputs, *, of_keys: bool) -> np.ndarray | None:
     """Returns the ranges of `walk_arrays`, int32 `(n, 4)`, if they are known now, else None.
 
-    They are known if the query offset is, and without a layout, ids and gathered tokens.
+    They are known if the query offset is, without a layout, ids and gathered tokens, and if there
+    are few enough pairs of tiles to compare them all now.
     """
     offset = plan.config.offset
+    if math.prod(plan.grid) > _MOST_PAIRS:
+        return None
     unknown = arrays.query_ids, arrays.key_ids, arrays.query_positions, arrays.key_positions
     if layout_of(x, of_keys=of_keys) is not None or offset is None:
         return None

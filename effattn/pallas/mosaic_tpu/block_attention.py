@@ -4,7 +4,7 @@ The last axis of the grid walks over the tiles that a query tile (or a key tile)
 another on one core; sums stay in scratch memory (VMEM). The index of the next tile is read from
 scalar memory before its step begins, so that the next tile is copied in while the current tile is
 computed. If the visited tiles are known when the program is traced, as with causality and windows,
-one axis lists them all (`_order`). Otherwise each tile has as many steps as it may need; extra
+one axis lists them all (`steps`). Otherwise each tile has as many steps as it may need; extra
 steps repeat the index of the last tile, and copy nothing.
 
 Arrays are first transposed to `(B, N, T, H)`, as the last two axes of a tile must be the two axes
@@ -29,11 +29,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -42,14 +41,14 @@ from effattn import dispatch
 from effattn.arrays import mesh_axes
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.pallas import block_tiles, partition
-from effattn.pallas.block_tiles import Arrays, At, Plan, SoftmaxOfColumns, Walk
+from effattn.pallas.block_tiles import Arrays, At, Plan, SoftmaxOfColumns
+from effattn.pallas.mosaic_tpu import steps
 from effattn.xla import block_attention as xla
 
 LANES = 128
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "tiles of multiples of 128")
 _SIDES = 512, 256, 128
 _LEAST_MEMORY = 2**24  # the limit of a kernel that sets none, in bytes
-_MOST_SCALARS = 2**17  # largest number of layout entries, in 1 MB of scalar memory
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
@@ -64,8 +63,8 @@ def refusal(config: Config, x: Inputs) -> str | None:
             array.size
             for array in jax.tree.leaves((x.layout, block_tiles.layout_of(x, of_keys=True)))
         )
-        if scalars > _MOST_SCALARS:
-            return f"takes layouts of up to {_MOST_SCALARS} counts and indices, got {scalars}"
+        if scalars > steps.MOST_SCALARS:
+            return f"takes layouts of up to {steps.MOST_SCALARS} counts and indices, got {scalars}"
     return None
 
 
@@ -73,13 +72,13 @@ def refusal(config: Config, x: Inputs) -> str | None:
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
-    grid, walk = _grid(plan, arrays, x, of_keys=False)
+    grid, walk = steps.grid_of(plan, arrays, x, of_keys=False)
     arrays = arrays._replace(walk=walk)
     batch, (t, _), (heads, _) = arrays.query.shape[0], plan.tile, plan.heads
     rows, width = plan.grid[0] * t, plan.sizes[1]
 
     def at(*given):
-        return (*_at_step(plan, False, 2 + len(grid), *given)[:3], 0)
+        return (*steps.at_step(plan, False, 2 + len(grid), *given)[:3], 0)
 
     def along(*given):
         b, h, n, _ = at(*given)
@@ -132,13 +131,13 @@ def backward(
     rows = _by_head(d_out, t), _in_rows(lse, t, jnp.inf), _in_rows(delta, t, 0)
 
     def call(kernel, of_keys, blocks, shapes):
-        grid, walk = _grid(plan, arrays, x, of_keys=of_keys)
+        grid, walk = steps.grid_of(plan, arrays, x, of_keys=of_keys)
         axes = 2 + len(grid)
         known = arrays._replace(walk=walk)
         inputs = _Inputs.of(plan, known, axes, of_keys=of_keys, rows=rows)
 
         def at(*given):
-            step = _at_step(plan, of_keys, axes, *given)
+            step = steps.at_step(plan, of_keys, axes, *given)
             return step.b, *((given[1], step.m) if of_keys else (step.h, step.n)), 0
 
         return _call(
@@ -197,62 +196,6 @@ def _tile(config, x):
     return q, k
 
 
-def _grid(plan, arrays, x, *, of_keys):
-    """Returns the axes of the grid after the heads, and the arrays that `_at_step` reads."""
-    order = _order(plan, arrays, x, of_keys)
-    if order is not None:
-        return (len(order[0]),), tuple(map(jnp.asarray, order))
-    walk = block_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
-    axes = (plan.grid[1], plan.group) if of_keys else (plan.grid[0],)
-    return (*axes, _steps(plan, x, of_keys=of_keys)), walk
-
-
-# Bits of an entry of an order; the bits above them are the query head of the key head.
-_VISITED, _MASKED, _FIRST, _LAST, _HEAD = 1, 2, 4, 8, 4
-
-
-def _order(plan, arrays, x, of_keys):
-    """Returns all steps in order, if they are known: own tiles, other tiles, and bits.
-
-    An own tile without other tiles has one step, which visits none.
-    """
-    ranges = block_tiles.known_ranges(plan, arrays, x, of_keys=of_keys)
-    heads = plan.group if of_keys else 1
-    if ranges is None:
-        return None
-    counts = np.maximum(ranges[:, 1] - ranges[:, 0], 1) * heads
-    if 3 * counts.sum() > _MOST_SCALARS:
-        return None
-    others, bits = [], []
-    for low, high, first, stop in ranges.tolist():
-        masked = [*range(low, first), *range(stop, high)]
-        visited = [_VISITED | _MASKED] * len(masked) + [_VISITED] * (stop - first)
-        tiles = [*masked, *range(first, stop)] or [0]
-        others += tiles * heads
-        of_row = np.tile(visited or [0], heads)
-        of_row |= np.repeat(np.arange(heads) << _HEAD, len(tiles))
-        of_row[0] |= _FIRST
-        of_row[-1] |= _LAST
-        bits.append(of_row)
-    own = np.repeat(np.arange(len(ranges)), counts)
-    return own.astype(np.int32), np.array(others, np.int32), np.concatenate(bits).astype(np.int32)
-
-
-def _steps(plan, x, *, of_keys):
-    """Returns an upper bound on the number of tiles that a tile visits."""
-    tiles, own = (plan.grid[0], plan.tile[1]) if of_keys else (plan.grid[1], plan.tile[0])
-    config = plan.config
-    layout = block_tiles.layout_of(x, of_keys=of_keys)
-    if layout is not None:
-        listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
-        return max(1, listed * layout.tile[1] // plan.tile[0 if of_keys else 1])
-    if config.left is not None and config.right is not None and x.positions is None:
-        # A window overlaps few tiles; gathered tokens have arbitrary positions, so no such bound.
-        other = plan.tile[0 if of_keys else 1]
-        tiles = min(tiles, -(-(config.left + config.right + own) // other) + 1)
-    return tiles
-
-
 def _padded(array, axis, multiple, value=0):
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % multiple)
@@ -288,7 +231,7 @@ class _Inputs:
         (t, s), group = plan.tile, plan.group
 
         def place(*given):
-            return _at_step(plan, of_keys, axes, *given)[:4]
+            return steps.at_step(plan, of_keys, axes, *given)[:4]
 
         arrays: dict[str, Any] = {}
         specs: dict[str, Any] = {}
@@ -365,73 +308,6 @@ class _Inputs:
         return cls((x.offset, *x.walk), arrays, specs)
 
 
-class _Step(NamedTuple):
-    """A step of a grid.
-
-    Attributes:
-      b, h, n, m: example, query head, query tile and key tile.
-      visited: whether the step visits this pair of tiles; extra steps repeat the last pair.
-      masked: whether some pairs of tokens in it may not attend.
-      first, last: whether the step is the first or the last of the results' tile.
-    """
-
-    b: Any
-    h: Any
-    n: Any
-    m: Any
-    visited: Any
-    masked: Any
-    first: Any
-    last: Any
-
-
-def _at_step(plan, of_keys, axes, *grid_and_scalars) -> _Step:
-    """Returns the step at `axes` indices of the grid, of which the first two are example and head.
-
-    The arrays in scalar memory follow the indices.
-    """
-    grid, (_, *walk) = grid_and_scalars[:axes], grid_and_scalars[axes:]
-    b, head, own, *rest = grid
-    if not rest:
-        return _known_step(plan, of_keys, b, head, own, walk)
-    *group, step = rest
-    key_head = head if of_keys else lax.div(head, np.int32(plan.group))
-
-    def read(array, *index):
-        return array[index]
-
-    row: Walk = block_tiles.walk(plan, read, tuple(walk), b, key_head, own, of_keys=of_keys)
-    total = row.masked + row.whole
-    at = jnp.minimum(step, jnp.maximum(total, 1) - 1)
-    masked = at < row.masked
-    other = jnp.where(masked, row.masked_tile(_within(at, row.masked)), 0)
-    other = jnp.where(masked, other, row.whole_tile(_within(at - row.masked, row.whole)))
-    # A row without visited tiles still needs a valid index.
-    other = jnp.clip(other, 0, plan.grid[0 if of_keys else 1] - 1)
-    first, last = step == 0, step == pl.num_programs(axes - 1) - 1
-    if of_keys:
-        head = head * plan.group + group[0]
-        first, last = first & (group[0] == 0), last & (group[0] == plan.group - 1)
-    n, m = (other, own) if of_keys else (own, other)
-    return _Step(b, head, n, m, step < total, masked, first, last)
-
-
-def _known_step(plan, of_keys, b, head, step, order):
-    own, other, bits = (array[step] for array in order)
-
-    def has(bit):
-        return lax.bitwise_and(bits, np.int32(bit)) != 0
-
-    n, m = (other, own) if of_keys else (own, other)
-    if of_keys:
-        head = head * plan.group + lax.shift_right_logical(bits, np.int32(_HEAD))
-    return _Step(b, head, n, m, has(_VISITED), has(_MASKED), has(_FIRST), has(_LAST))
-
-
-def _within(at, count):
-    return jnp.clip(at, 0, jnp.maximum(count, 1) - 1)
-
-
 def _call(kernel, plan, grid, inputs: _Inputs, *, out_specs, out_shape, scratch_shapes):
     scalars, arrays = mesh_axes.vary_alike((inputs.scalars, inputs.arrays))
     varying = jax.typeof(scalars[0]).manual_axis_type
@@ -495,7 +371,7 @@ class _Tile:
     def __init__(self, plan, scalars, blocks, axes, *, of_keys):
         self.plan, self.blocks = plan, blocks
         grid = tuple(pl.program_id(axis) for axis in range(axes))
-        self.step = _at_step(plan, of_keys, axes, *grid, *scalars)
+        self.step = steps.at_step(plan, of_keys, axes, *grid, *scalars)
         self.b, self.h, self.n, self.m, *_ = self.step
         offset = scalars[0]
         self.offset = offset[self.b if offset.shape[0] > 1 else 0]
