@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 def cases(share: int = 1) -> dict[str, Case]:
-    """The cases; those with latents have 1/`share` of the paper's heads, of both kinds."""
+    """The cases; indexed attention has 1/`share` of the paper's heads and of its index heads."""
     return {
         # Yuan et al. 2025: one of the four groups of heads, and the default sizes.
         "native_sparse": Case(

@@ -24,8 +24,8 @@ class Schedule:
     Attributes:
       kernel: name of the kernel.
       bundles: bundles of the whole kernel.
-      body: bundles of the work of a step of the grid without masks: of the pieces of code without
-        jumps that have nearly as many matrix products as any, the shortest.
+      body: bundles of one step of the grid without masks: those of the shortest piece of code
+        without jumps that has at least 80 % of the largest number of matrix products of a piece.
       use: share of the slots of each unit that the body uses, by unit, in whole percent.
       spills: loads and stores of spilled registers in the body.
       vector_memory: bytes of VMEM that the kernel allocates itself.

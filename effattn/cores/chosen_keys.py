@@ -68,7 +68,7 @@ class Chosen(NamedTuple):
     """Keys that each query has chosen.
 
     Attributes:
-      at: int32 `(*B, T, k)`, different keys for each query.
+      at: int32 `(*B, T, k)`; the keys of a query are distinct.
       counts: bool `(*B, T, k)`, False where a query may see fewer than k keys.
     """
 
@@ -156,7 +156,7 @@ def _choose_by_xla(index: Index, places: Places, count: int) -> Chosen:
 
 @functools.cache  # so that equal calls reuse one compiled program
 def _positions_by_xla(is_packed: bool) -> Callable[..., jax.Array]:
-    """The form in XLA of the call of `key_choice`, for an example."""
+    """Returns what `key_choice.choose` computes, in XLA for an example."""
 
     def run(query, key, weights, last, query_ids, key_ids, count):
         from effattn.llvm import key_choice  # imported on first use: it imports a slow module
@@ -170,7 +170,11 @@ def _positions_by_xla(is_packed: bool) -> Callable[..., jax.Array]:
 
 
 def scored(query: jax.Array, weights: jax.Array, key: jax.Array, of_key: str) -> jax.Array:
-    """Index scores `(T, keys)` of keys `(S, E)`, "se", or of keys `(T, k, E)` by query, "tse"."""
+    """Index scores of keys.
+
+    With `of_key` "se", all queries share keys `(S, E)`, and the scores are `(T, S)`. With "tse",
+    each query has its own keys `(T, k, E)`, and the scores are `(T, k)`.
+    """
     product = functools.partial(jnp.einsum, precision="highest")
     products = jax.nn.relu(product(f"tae,{of_key}->tas", query, key))
     return product("ta,tas->ts", weights, products)
@@ -212,7 +216,7 @@ def attend(
 
         query, key, value = heads
         factor = scale
-        if not isinstance(factor, float):  # the kernel needs a scale that is known now
+        if not isinstance(factor, float):  # the kernel needs a static scale
             query, factor = (query * factor).astype(query.dtype), 1.0
         config = chosen_keys.Config(factor, _of_key_head(factor, precision))
         head: Callable[..., Any] = functools.partial(chosen_keys.attend, config)

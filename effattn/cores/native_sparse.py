@@ -207,9 +207,9 @@ def _attend_whole(
 ) -> jax.Array:
     """`attend` for whole sequences of one document.
 
-    CPUs have a kernel for query heads that share a key head: it reads keys once for all of them.
-    For query heads with keys of their own the kernels of block attention are faster, which read a
-    block of keys once for many queries.
+    CPUs have a kernel for query heads that share a key head; it reads each key once for all of
+    them. If each query head has its own key head, the kernels of block attention are faster,
+    because they read a block of keys once for many queries.
     """
     call = _call_of(heads, (*compressed, gates))
     chosen = dispatch.choose(options["implementation"], call)
@@ -222,7 +222,7 @@ def _attend_whole(
 
         query, key, value = heads
         scale = options["scale"]
-        if not isinstance(scale, float):  # the kernel needs a scale that is known now
+        if not isinstance(scale, float):  # the kernel needs a static scale
             query, scale = (query * scale).astype(query.dtype), 1.0
         form = _by_xla(settings, scale, options["precision"])
         config = native_sparse.Config(dataclasses.astuple(settings), scale, form)

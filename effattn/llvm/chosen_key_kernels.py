@@ -7,7 +7,7 @@ read as vectors:
     S = Q K^T (G, chunk),    O += P V (G, Hv),
 
 with an online softmax over the chunks. Backward, with P = exp(S - L), dP = dO V^T,
-dS = P * (dP - delta) and delta = rowsum(dO * O),
+dS = P * (dP - delta) and delta = rowsum(dO * O) - dL, with dL the gradient of the log-sum-exp L,
 
     dQ += dS K,    dK = dS^T Q,    dV = P^T dO,
 

@@ -46,7 +46,7 @@ def attend(
       query: `(T, G, H)`, with at least one token and one head.
       key: `(S, H)`.
       value: `(S, Hv)`.
-      at: int32 `(T, k)`, different keys for each query, or -1 for none.
+      at: int32 `(T, k)`; the keys of a query are distinct, and -1 is none.
     """
     return _attention(config, query, key, value, at)
 

@@ -31,12 +31,13 @@ def choose(
     segments: tuple[jax.Array, jax.Array] | None,
     count: int,
 ) -> jax.Array:
-    """The keys with the largest scores, int32 `(*B, T, count)`, different keys for each query.
+    """The keys with the largest scores, int32 `(*B, T, count)`; those of a query are distinct.
 
     A query that sees fewer keys also gets keys that it does not see, as `OTHER` + key.
 
     Args:
-      plain: the same in XLA for an example, `(query, key, weights, last, *segments, count)`.
+      plain: the same in XLA for an example, with the arguments `(query, key, weights, last,
+        query_ids, key_ids, count)`; without segments, the ids have length 0.
       query: `(*B, T, J, E)`.
       key: `(*B, S, E)`, at least `count` keys.
       weights: `(*B, T, J)`.

@@ -1,8 +1,8 @@
 """Kernel that chooses the keys with the best index scores on CPUs, in float32.
 
 The scores of a token, sum_j w_j relu(p_j . c_s) for each key s that it may see, stay in cache. They
-are not sorted: a search by halves over the bits of a score, as an integer, finds the lowest score
-that is chosen. The bits are reordered so that integers are in the order of the scores.
+are not sorted: a binary search over the bits of the scores, read as integers, finds the lowest
+score that is chosen. The bits are reordered so that integers are in the order of the scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
     from effattn.llvm.codegen import Code
     from effattn.llvm.handlers import Frame, Job
 
-OTHER = 2**30  # added to a key that is not chosen; as float32, the bits are a number
+# Added to a key that is not chosen. The sum is returned as the bits of a float32, which is not NaN.
+OTHER = 2**30
 _NONE = -(2**31)  # rank of a key without a score, below the ranks of all numbers
 
 _SIZES = "tokens", "heads", "size", "chunks", "count", "has_ids"
@@ -156,7 +157,8 @@ class _Task(TokenTask):
         """Finds the lowest rank that is chosen, and how many keys of that rank are."""
         code, job, builder = self.code, self.job, self.code.builder
         low, high = code.variable(_NONE + 1), code.variable(2**31)
-        # At least as many keys as are chosen have the rank `low`, and fewer have the rank `high`.
+        # At least k keys have the rank `low` or a higher one, and fewer than k the rank `high` or a
+        # higher one. If at most k keys have a rank, all are chosen.
         above, enough = code.variable(0), code.variable(code.false())
         code.set(enough, code.less(self._count(code.int32(_NONE + 1)), code.add(job["count"], 1)))
         with code.loop(0, 32):

@@ -8,8 +8,8 @@ right operands whose rows are read as vectors,
     S = Q K^T (G, chunk),    O += P V (G, Hv),
 
 and the S of a branch stays in the cache of the core. The sum of P over the heads, for compressed
-blocks, gives the scores that select blocks. So the branches of a token are one pass, without
-arrays of pairs in memory.
+blocks (their "shares"), gives the scores that select blocks. So the branches of a token are one
+pass, without arrays of pairs in memory.
 
 A task has a few tokens (`token_tasks`). Backward, it computes P and the selection once more, so
 nothing is saved. With the gate g of a branch, whose gradient is rowsum(P * dP),
@@ -181,7 +181,7 @@ def _backward_memory(code: Code, job: Job) -> dict[str, Any]:
 
 
 def _before(code, job):
-    """Number of zeros before the shares: a stride reads those of blocks that begin before it."""
+    """Number of zeros before the shares: the first strides read shares of earlier places."""
     return code.round_to_lanes(code.div(job["compression"], job["stride"]))
 
 

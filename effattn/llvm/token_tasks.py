@@ -1,7 +1,8 @@
 """Tasks of consecutive tokens of one key head, whose query heads share the keys of a token.
 
-Forward, a task has a block of `TOKENS` tokens. Backward, it has every n-th block ("splits"), and
-gradients of keys and values of its own, which the caller adds up.
+Forward, a task has a block of `TOKENS` tokens. Backward, a key head has several tasks ("splits").
+They share its blocks, each writes gradients of keys and values of its own, and the caller adds
+these up.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class TokenTask:
     """Generates the work of a task. The job has "tokens", "heads", and "splits" if there are any.
 
     Attributes:
-      example: the example of the results.
-      examples: the example of each argument.
+      example: batch index in the results.
+      examples: batch index in each argument; axes of length 1 are broadcast.
       split: number of the task among those of its example: forward, the number of its block,
         counted from the last one; backward, that of the first of its blocks.
       token: the present token.
@@ -90,7 +91,10 @@ class TokenTask:
         return code.address(self.job[name], code.mul(code.add(row, self.token), size))
 
     def of_key(self, name: str, count: str, key: Any, size: Any) -> Any:
-        """Address of the row of a key, in an array of `count` keys; gradients are the split's."""
+        """Address of the row of a key; in an array of gradients, that of the split.
+
+        `count` names the number of keys of the array in the job.
+        """
         code = self.code
         example = self.examples.get(name)
         if example is None:

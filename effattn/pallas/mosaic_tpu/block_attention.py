@@ -11,9 +11,8 @@ Arrays are first transposed to `(B, N, T, H)`, as the last two axes of a tile mu
 of a register, and are padded to whole tiles in the same pass.
 
 Logits are transposed, `(s, t)`, and so is the output until it is written. The sums over keys are
-then sums of whole registers, and what belongs to a query, such as its largest logit, its
-log-sum-exp and delta, lies along the registers, `(1, t)`, as it is stored: an array `(t, 1)` would
-take 128 times its size.
+then sums of whole registers. Numbers of queries (largest logit, log-sum-exp, delta) are rows
+`(1, t)` in registers and in memory: a column `(t, 1)` would take 128 times its size.
 
 The gradients come from two kernels, one for queries and one for keys and values. XLA computes the
 gradients of a bias, a scale and the arrays that a score_mod closes over

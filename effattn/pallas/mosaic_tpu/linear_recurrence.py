@@ -199,12 +199,12 @@ def _every(n):
 
 
 def _in_order(plan):
-    """The block of a step of a walk; the step after the last block has none, and gets the last."""
+    """Returns a function from a step of a walk to its block; the extra step gets the last block."""
     return lambda n: jnp.minimum(n, plan.blocks - 1)
 
 
 def _in_reverse(plan):
-    """The block of a step of a walk from the last block to the first."""
+    """Returns the same for a walk from the last block to the first."""
     return lambda n: jnp.maximum(plan.blocks - 1 - n, 0)
 
 
@@ -399,9 +399,9 @@ KERNELS = recurrence.Kernels(
 
 
 def _save(plan, given, saved, state):
-    """Saves the state before a step, the given one before the first; returns `pl.when` for blocks.
+    """Saves the state before each step, starting from the given state.
 
-    The step after the last block has no block.
+    Returns a decorator that runs a function except in the last step, which has no block.
     """
     step = pl.program_id(2)
 

@@ -30,9 +30,11 @@ _VISITED, _MASKED, _FIRST, _LAST, _HEAD = 1, 2, 4, 8, 4
 
 
 def _order(plan, arrays, x, of_keys):
-    """Returns all steps in order, if they are known: own tiles, other tiles, and bits.
+    """Returns all steps in order: three int32 arrays with an entry for each step, or None.
 
-    An own tile without other tiles has one step, which visits none.
+    The arrays have the tile of the results ("own"), the tile that the step visits ("other"), and
+    bits. A tile of the results that visits none has one step. None: the visited tiles are not known
+    when the program is traced, or they are too many.
     """
     ranges = block_tiles.known_ranges(plan, arrays, x, of_keys=of_keys)
     heads = plan.group if of_keys else 1
