@@ -196,6 +196,15 @@ def whole(x: jax.Array, axis: int) -> jax.Array:
     return lax.with_sharding_constraint(x, PartitionSpec(*place))
 
 
+def gathered(x: jax.Array, axis: int) -> jax.Array:
+    """Gives each device all entries along an axis, on a mesh with explicit axes."""
+    if not explicit(x):
+        return x
+    place = list(spec(x))
+    place[axis] = None
+    return reshard(x, PartitionSpec(*place))
+
+
 def spec(x: jax.Array) -> tuple:
     """Mesh axes that shard each axis of the array, from the array's type."""
     known = tuple(jax.typeof(x).sharding.spec)

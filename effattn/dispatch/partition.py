@@ -5,11 +5,12 @@ gathers all operands of the kernel on every device.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec, reshard
 
 from effattn.arrays import mesh_axes
 from effattn.dispatch.places import HEADS, Names, Places, in_use, rows
@@ -81,6 +82,71 @@ def _by_shard_map(function, on_device, operands, results, wanted):
             out_specs=tuple(map(places.spec, found, results)),
             check_vma=False,
         )(*arrays)
+
+    return run
+
+
+def by_device(
+    function: Callable[..., tuple[jax.Array, ...]],
+    query: jax.Array,
+    operands: Any,
+    results: int,
+    together: int = 1,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns `function`, so that explicit mesh axes are hidden from it.
+
+    If all axes of the mesh are explicit, each device calls the function for its part of the batch
+    and the heads in `jax.shard_map`, where kernels run. If only some are, the compiler chooses, by
+    `mesh_axes.placed`. On other meshes, `function` is returned unchanged. Results are sharded like
+    the queries.
+
+    Args:
+      function: `(*operands) -> results`, for any part of the batch and the heads. Operands are
+        pytrees of arrays whose first axes are those of the batch, or that have fewer axes.
+      query: `(*B, T, N, H)`.
+      operands: the axis of the heads of each array, from its end, or 0 for an array without heads:
+        a prefix of the tree of operands, like `in_axes` of `jax.vmap`.
+      results: number of results; each is `(*B, T, N, size)` or `(*B, T, N)`.
+      together: consecutive query heads that must be on one device.
+    """
+    if not mesh_axes.explicit(query):
+        return function
+    places = PartitionSpec(*mesh_axes.spec(query)[:-1])
+    mesh, batch = jax.typeof(query).sharding.mesh, rows(query.ndim - 3)
+    if {*mesh.axis_types} != {AxisType.Explicit}:
+        return mesh_axes.placed(function, query, *[places] * results)
+
+    wanted = dict(places_of(query) or ())
+    units = query.shape[-2] // together
+    while units % math.prod(mesh.shape[axis] for axis in wanted.get(HEADS, ())):
+        wanted[HEADS] = wanted[HEADS][:-1]
+
+    def names(shape, heads):
+        of: list[str | None] = [*batch, *[None] * (len(shape) - len(batch))][: len(shape)]
+        if heads:
+            of[heads] = HEADS
+        return tuple(of)
+
+    def run(*given):
+        arrays, tree = jax.tree.flatten(given)
+        heads = jax.tree.leaves(jax.tree.broadcast(tuple(operands), given))
+        shapes = [array.shape for array in arrays]
+        named = list(map(names, shapes, heads))
+        parts = Places.of(mesh, named, shapes, wanted)
+        specs = list(map(parts.spec, shapes, named))
+        of_query = query.shape[:-1]
+
+        def of_device(*arrays):
+            return function(*jax.tree.unflatten(tree, map(parts.own_heads, arrays, named, shapes)))
+
+        with mesh_axes.of_type(query):
+            found = jax.shard_map(
+                of_device,
+                mesh=mesh,
+                in_specs=tuple(specs),
+                out_specs=(parts.spec(of_query, names(of_query, -1)),) * results,
+            )(*map(reshard, arrays, specs))
+            return tuple(reshard(x, places) for x in found)
 
     return run
 

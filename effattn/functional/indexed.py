@@ -11,6 +11,7 @@ from effattn.arrays import checks
 from effattn.arrays.segments import valid
 from effattn.cores import attention, sequence_parts
 from effattn.cores.chosen_keys import Index, Places, attend, choose
+from effattn.dispatch.partition import by_device
 from effattn.functional import softmax
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Execution, Packing, Padding, Residual, Scale, declared
@@ -132,11 +133,16 @@ def indexed_attention(
         index, limits = index._replace(key=of_index), held.sum(limits)
         positions = positions + held.index.astype(jnp.int32) * length
         segments = segments and (segments[0], held.gather(segments[1], axis))
-    places = Places(positions, limits, segments)
-    with jax.named_scope(name):
+    traced = () if isinstance(given.scale, float) else (given.scale,)
+
+    def run(heads, index, places, scale=given.scale):
         chosen = choose(name, index, places, top_k, given.implementation)
-        heads, how = (query, key, value), (given.precision, given.implementation)
-        out, lse = attend(name, heads, chosen, given.scale, *how)
+        return attend(name, heads, chosen, scale, given.precision, given.implementation)
+
+    with jax.named_scope(name):
+        run = by_device(run, query, (-2, 0, 0, *[0] * len(traced)), results=2)
+        heads, places = (query, key, value), Places(positions, limits, segments)
+        out, lse = run(heads, index, places, *traced)
     out, lse = attention.clear_rows(out, lse, valid(given.query_lengths, ids, length))
     return attention.results(out, lse, given)
 

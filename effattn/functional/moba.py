@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import valid
 from effattn.cores import attention, chosen_blocks, document_blocks, folding
 from effattn.cores.document_blocks import Reach
+from effattn.dispatch.partition import by_device
 from effattn.functional import softmax
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Execution, Packing, Padding, Residual, Scale, declared
@@ -119,8 +119,7 @@ def moba_attention(
         return attend(name, size, top_k, heads, block_sums(key, size), limits, **options)
 
     with jax.named_scope(name):
-        *axes, _ = mesh_axes.spec(query)
-        run = mesh_axes.placed(run, query, PartitionSpec(*axes, None), PartitionSpec(*axes))
+        run = by_device(run, query, (-2, -2, -2, 0, 0, 0), results=2)
         scale = jnp.asarray(given.scale, dtypes.wide(query, key, value))
         ids = None if given.segments is None else given.segments[0]
         out, lse = run(query, key, value, given.key_lengths, scale, ids)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, mesh_axes
@@ -16,6 +15,7 @@ from effattn.arrays.segments import valid
 from effattn.cores import attention, document_blocks
 from effattn.cores.native_sparse import Compress, Settings, attend
 from effattn.cores.packed_native_sparse import documents_of
+from effattn.dispatch.partition import by_device
 from effattn.functional import softmax
 from effattn.naive import masked_softmax, over_pairs, with_naive
 from effattn.options import Execution, Packing, Padding, Scale, declared
@@ -214,6 +214,7 @@ def native_sparse_attention(
         gates = jnp.where(present[..., None, None], gates, 0)
     with jax.named_scope(name):
         with mesh_axes.of_type(query):
+            key, value = (mesh_axes.gathered(x, -3) for x in (key, value))
             documents = None
             if ids is None or not length:
                 compressed = settings.compressed(key, value, compress)
@@ -232,7 +233,10 @@ def native_sparse_attention(
             arrays = heads, compressed, gates, 0, limits, documents
             return (attend(settings, *arrays, scale=scale, **options),)
 
-        run = mesh_axes.placed(run, query, PartitionSpec(*mesh_axes.spec(query)[:-1], None))
+        axes: list[Any] = [-2, -2, -2, 0, None, *[0] * len(traced)]
+        if documents is not None:
+            axes[4] = jax.tree.map(lambda _: 0, documents)._replace(key=-2, value=-2)
+        run = by_device(run, query, axes, results=1, together=query.shape[-2] // key.shape[-2])
         (out,) = run((query, key, value), compressed, gates, limits, documents, *traced)
     if present is not None:
         out = jnp.where(present[..., None, None], out, 0)

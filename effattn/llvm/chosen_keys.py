@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import dispatch
-from effattn.arrays import dtypes
+from effattn.arrays import dtypes, mesh_axes
 from effattn.arrays.linear_map import with_derivatives
 from effattn.llvm import runtime
 from effattn.llvm.block_attention import splits_of
@@ -48,7 +48,7 @@ def attend(
       value: `(S, Hv)`.
       at: int32 `(T, k)`; the keys of a query are distinct, and -1 is none.
     """
-    return _attention(config, query, key, value, at)
+    return _attention(config, *mesh_axes.vary_alike((query, key, value, at)))
 
 
 def _forward(config, *operands):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from effattn import dispatch
+from effattn.arrays import mesh_axes
 from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch.places import Names
 from effattn.llvm import runtime
@@ -65,7 +66,7 @@ def attend(
       limit: int32 `()`, valid keys.
     """
     arrays = query, key, value, compressed_key, compressed_value, gates, limit[None]
-    return _attention(config, *arrays)
+    return _attention(config, *mesh_axes.vary_alike(arrays))
 
 
 def _forward(config, *operands):

@@ -124,6 +124,58 @@ def test_explicit_axes(name):
     functions.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
 
 
+def _gated(query, key, value, **options):
+    sizes = {"compression_size": 8, "compression_stride": 4, "block_size": 8, "num_selected": 4}
+    gates = jax.nn.sigmoid(query[..., :3])
+    return effattn.native_sparse_attention(query, key, value, gates=gates, **sizes, **options)
+
+
+def _indexed(query, key, value, **options):
+    given = {"index_key": query.mean(-2), "index_query": jnp.sin(query.sum(-2, keepdims=True))}
+    given["index_weights"] = query.mean((-2, -1))[..., None]
+    return effattn.indexed_attention(query, key, value, top_k=6, **given, **options)
+
+
+CHOICES = {
+    "native_sparse": _gated,
+    "chosen_keys": _indexed,
+    "block_attention": functools.partial(effattn.moba_attention, block_size=8, top_k=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "key_heads", "of_queries", "of_keys", "types"),
+    [
+        ((4, 2), 2, BY_HEAD, BY_HEAD, "EE"),
+        ((8, 1), 2, BY_ROW, BY_ROW, "EE"),
+        # A key head whose query heads are on several devices.
+        ((2, 4), 2, BY_HEAD, BY_ROW, "EE"),
+        ((4, 2), 1, BY_HEAD, BY_ROW, "EE"),
+        ((4, 2), 2, P("batch", "heads"), P("batch", "heads"), "EE"),
+        ((4, 2), 2, BY_ROW, BY_ROW, "EA"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CHOICES)
+def test_explicit_axes_of_mechanisms_that_choose(
+    name, shape, key_heads, of_queries, of_keys, types
+):
+    """Each device chooses for its rows and heads, and runs kernels if all axes are explicit."""
+    arrays = arrays_of(8, key_heads)
+    run = with_gradients(CHOICES[name])
+    expected = with_gradients(CHOICES[name], implementation="xla")(*arrays)
+    of = {"E": AxisType.Explicit, "A": AxisType.Auto}
+    mesh = jax.make_mesh(shape, ("batch", "heads"), tuple(of[t] for t in types))
+    there = placed(mesh, arrays, of_queries, of_keys)
+    with jax.set_mesh(mesh):
+        lowered = run.lower(*there)
+        found = kernels(lowered, name)
+        got = run(*there)
+    assert found == (["forward", "backward"] if types == "EE" else [])
+    assert jax.typeof(got[0]).sharding.spec == jax.typeof(there[0]).sharding.spec
+    functions.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_in_xla_heads_with_tiles_of_their_own_need_no_collective(axis_type):
     """The steps over key tiles are as many as the most of any head, which no device need ask."""
