@@ -472,7 +472,11 @@ FUNCTIONS = {
     "long_short": Tiled(
         variants={
             "": {"window_size": 3, "segment_size": 4, "projection": normal(6, 2)},
-            "scores": {"window_size": 4, "slot_scores": normal(17, 2, 3)},
+            "scores": {"window_size": 4},
+        },
+        arguments={
+            "": lambda rng, sizes: {},
+            "scores": lambda rng, sizes: {"slot_scores": rng.normal(size=tokens(sizes, 3))},
         },
         module={"window_size": 3, "segment_size": 4, "num_projected": 2},
     ),

@@ -16,7 +16,7 @@ from effattn.decode.ring import RingState
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import check_bound, check_capacity
 from effattn.decode.tokens import choose_rows, stored
-from effattn.functional.long_short import Settings, check_projection, normalise, score
+from effattn.functional.long_short import Settings, normalise, scores_of
 
 _SHARED = ("scale", "logits_soft_cap", "precision", "tile", "implementation")
 _OWN = ("window_size", "segment_size", "window_norm", "slot_norm")
@@ -70,21 +70,22 @@ class LongShortDecoder(Decoder):
     A step costs O(w + r M) time a row, and the state O(w + r M) memory, for a sequence of M + 1
     segments. The state has room for `max_length` tokens a row, rounded up to whole segments.
 
-    Required options are `window_size`, and either `projection` or the number of slots `num_slots`;
-    with `num_slots`, `extend` needs the scores of the slots, `slot_scores (B, T, K, r)`.
+    `window_size` is a required option, and so is `projection`, unless `init` and `extend` are given
+    the scores of the slots, `slot_scores (B, T, K, r)`.
     """
 
     _state = LongShortState
 
     def _needs(self):
-        return ("window_size", *(() if "num_slots" in self.options else ("projection",)))
+        return ("window_size",)
 
     def _takes(self):
-        return (*_SHARED, *_OWN, "sink", "projection", "num_slots")
+        return (*_SHARED, *_OWN, "sink", "projection")
 
-    def _empty(self, sizes: Sizes):
+    def _empty(self, sizes: Sizes, slot_scores=None):
         key, value = jax.eval_shape(lambda: sizes.heads(1))
-        options, slots = self._read(key, value)
+        options, scores = self._read(key, value), jax.eval_shape(self._scores, key, slot_scores)
+        slots = scores.shape[-1]
         segments = max(-(-sizes.max_length // options.segment) - 1, 0)
         wide = dtypes.wide(sizes.dtype)
         weight = jnp.zeros((sizes.batch, slots, sizes.key_heads), wide)
@@ -96,25 +97,26 @@ class LongShortDecoder(Decoder):
 
     def _extend(self, heads, state, lengths, slot_scores=None):
         _, key, value = heads
-        options, slots = self._read(key, value)
+        options, slot_scores = self._read(key, value), self._scores(key, slot_scores)
+        slots = state.sums.weight.shape[1]
+        if slot_scores.shape[-1] != slots:
+            raise ValueError(f"the state has {slots} slots, got {slot_scores.shape[-1]}")
         capacity = (state.slot_key.shape[1] // slots + 1) * options.segment
         check_capacity(state.length, lengths, capacity)
         check_bound(state.ring, lengths, state.ring.key.shape[1], options.window - 1)
-        if slot_scores is None:
-            projection = check_projection(self.options["projection"], key)
-            slot_scores = score(projection, key, self.options.get("precision"))
         extend_inside = functools.partial(self._extend_inside, options)
         arrays = (*heads, slot_scores)
         return extend_by_segment(extend_inside, options.segment, arrays, state, lengths)
 
-    def _read(self, key, value) -> tuple[Settings, int]:
-        """Returns the checked options and the number of slots."""
+    def _read(self, key, value) -> Settings:
         window, segment, window_norm, slot_norm = (self.options.get(name) for name in _OWN)
         segment = window if segment is None else segment
-        options = Settings.of(window, segment, window_norm, slot_norm, key, value)
-        if "num_slots" in self.options:
-            return options, self.options["num_slots"]
-        return options, check_projection(self.options["projection"], key).shape[-1]
+        return Settings.of(window, segment, window_norm, slot_norm, key, value)
+
+    def _scores(self, key, given):
+        """The scores of the slots `(B, T, K, r)`."""
+        projection, precision = (self.options.get(name) for name in ("projection", "precision"))
+        return scores_of(projection, given, key, precision)
 
     def _extend_inside(self, options: Settings, arrays, state: LongShortState, lengths):
         """Extends by tokens that lie in one segment of each row."""

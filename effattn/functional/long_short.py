@@ -169,15 +169,6 @@ def long_short_attention(
     if segment_size is None:
         segment_size = window_size if given.is_causal else max(key.shape[-3], 1)
     settings = Settings.of(window_size, segment_size, window_norm, slot_norm, key, value)
-    if (projection is None) == (slot_scores is None):
-        raise ValueError(
-            "long_short_attention needs one of projection and slot_scores, got "
-            f"{'neither' if projection is None else 'both'}"
-        )
-    if slot_scores is not None:
-        slot_scores = _check_scores(slot_scores, key)
-    else:
-        projection = check_projection(projection, key)
     with jax.named_scope("long_short_attention"):
         out, lse = _attend(settings, projection, slot_scores, query, key, value, given)
     return attention.results(out, lse, given)
@@ -212,7 +203,29 @@ class Settings:
         return cls(window, segment, *norms)
 
 
-def check_projection(projection: Any, key: jax.Array) -> jax.Array:
+def scores_of(projection: Any, slot_scores: Any, key: jax.Array, precision: Any) -> jax.Array:
+    """Returns the scores Z `(*B, S, K, r)`, given or by the projection, after checks.
+
+    By the projection, they are at least float32.
+    """
+    if (projection is None) == (slot_scores is None):
+        raise ValueError(
+            "long_short_attention needs one of projection and slot_scores, got "
+            f"{'neither' if projection is None else 'both'}"
+        )
+    if slot_scores is not None:
+        return _check_scores(slot_scores, key)
+    key, projection = dtypes.alike(key, _check_projection(projection, key))
+    return jnp.einsum(
+        "...skh,hr->...skr" if projection.ndim == 2 else "...skh,khr->...skr",
+        key,
+        projection,
+        precision=precision,
+        preferred_element_type=dtypes.wide(key, projection),
+    )
+
+
+def _check_projection(projection: Any, key: jax.Array) -> jax.Array:
     """Returns the checked projection, `(H, r)` or `(K, H, r)`."""
     projection = jnp.asarray(projection)
     heads, size = key.shape[-2:]
@@ -252,8 +265,7 @@ def _attend(settings: Settings, projection, scores, query, key, value, given: at
     if given.segments is not None:
         present &= given.segments[1] != 0
     key, value = (jnp.where(present[..., None, None], x, 0) for x in (key, value))
-    if scores is None:
-        scores = score(projection, key, given.precision)
+    scores = scores_of(projection, scores, key, given.precision)
     keys, values = (normalise(x, settings.window_norm) for x in (key, value))
     if given.segments is None or given.is_causal or not length:
         window = _attend_windows(settings.window, query, keys, values, given)
@@ -411,18 +423,6 @@ def _origin_of_blocks(blocks: int, size: int):
         return b // blocks, h, start + i, start - size // 2 + j
 
     return origin
-
-
-def score(projection: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
-    """Returns the scores Z `(*B, S, K, r)`, at least float32."""
-    key, projection = dtypes.alike(key, projection)
-    return jnp.einsum(
-        "...skh,hr->...skr" if projection.ndim == 2 else "...skh,khr->...skr",
-        key,
-        projection,
-        precision=precision,
-        preferred_element_type=dtypes.wide(key, projection),
-    )
 
 
 def project(scores, key, value, present, precision) -> tuple[jax.Array, jax.Array]:

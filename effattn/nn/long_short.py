@@ -61,10 +61,6 @@ class LongShortSelfAttention(SelfAttention):
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         return {"slot_scores": self.projection(x)}
 
-    def _empty(self, batch, max_length, dtype):
-        # The decoder knows the number of slots, and takes no scores here.
-        return self._decoder().init(batch, max_length, *self._cached_sizes(), dtype)
-
     def _options(self) -> dict[str, Any]:
         norms = {
             name: (norm["scale"][...], norm["bias"][...])
@@ -72,8 +68,3 @@ class LongShortSelfAttention(SelfAttention):
             if norm is not None
         }
         return {**super()._options(), **norms}
-
-    def _decoder(self) -> Any:
-        decoder = super()._decoder()
-        options = {**decoder.options, "num_slots": self.num_projected}
-        return type(decoder)(decoder.function, options)

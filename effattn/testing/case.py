@@ -4,6 +4,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
+Arguments = Callable[..., dict[str, Any]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
@@ -17,7 +21,7 @@ class Case:
         several pieces, the last of them shorter.
       arguments: `(rng, sizes) -> arrays by name`: the mechanism's own arrays with gradients; `rng`
         is a NumPy generator and `sizes` a `Sizes`. An array named query or key replaces the drawn
-        one.
+        one. A mapping gives each variant its own function.
       masks: the mechanism's own bool arguments `(*B, T)` by name; each value is a function
         `length -> options`, which a call with the mask also passes.
       decays: names of own arguments that are logarithms of decays; at least float32 in every call.
@@ -42,7 +46,7 @@ class Case:
     variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
     self_attention: frozenset[str] = frozenset()
     tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    arguments: Callable[..., dict[str, Any]] = lambda rng, sizes: {}
+    arguments: Arguments | Mapping[str, Arguments] = lambda rng, sizes: {}
     masks: Mapping[str, Callable[[int], Mapping[str, Any]]] = dataclasses.field(
         default_factory=dict
     )
@@ -59,3 +63,8 @@ class Case:
     module: Mapping[str, Any] | None = None
     mix: Callable[..., Any] | None = None
     drawn: frozenset[str] = frozenset()
+
+    def own(self, variant: str, rng: np.random.Generator, sizes: Any) -> dict[str, Any]:
+        """The own arrays of a variant."""
+        arguments = self.arguments
+        return (arguments[variant] if isinstance(arguments, Mapping) else arguments)(rng, sizes)

@@ -66,7 +66,7 @@ class Subject(NamedTuple):
         return ("query", "key", "value", *self.per_token)
 
     def _own(self, kind: str) -> tuple[str, ...]:
-        drawn = self.case.arguments(np.random.default_rng(0), SQUARE)
+        drawn = self.case.own(self.variant, np.random.default_rng(0), SQUARE)
         return tuple(sorted(drawn.keys() & {*getattr(self.entry.naive, kind, ())}))
 
     def has(self, capability: str) -> bool:
@@ -124,7 +124,7 @@ def draw_arrays(subject: Subject, sizes: Sizes, everything: bool, seed: int = 0)
         "query": rng.normal(size=(*batch, queries, heads, size)),
         "key": rng.normal(size=(*batch, keys, key_heads, size)),
         "value": rng.normal(size=(*batch, keys, key_heads, value_size)),
-        **subject.case.arguments(rng, sizes),
+        **subject.case.own(subject.variant, rng, sizes),
     }
     if not everything:
         return arrays

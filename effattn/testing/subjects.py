@@ -43,7 +43,7 @@ class OfFunction:
         self.is_causal = subject.has("causal")
         self.has = subject.has
         # `SelfAttention` cannot make arrays that only the caller has.
-        own = {*subject.case.arguments(np.random.default_rng(0), SQUARE)} - {*_INPUTS}
+        own = {*subject.case.own(subject.variant, np.random.default_rng(0), SQUARE)} - {*_INPUTS}
         self.has_mixer = not own or self.entry.mixer != "effattn.nn.SelfAttention"
 
     def single(self, seed: int) -> Arrays:

@@ -246,7 +246,7 @@ def test_a_ring_holds_its_window_and_no_more():
     ("name", "given", "missing"),
     [
         ("block_linformer", {"key_projection": drawn(2, 4)}, "needs value_projection among"),
-        ("long_short", {"window_size": 3}, "needs projection among"),
+        ("long_short", {"window_size": 3}, "needs one of projection and slot_scores"),
         ("block_linformer", {"dropout_rate": 0.1}, "does not take dropout_rate"),
         ("long_short", {"dropout_rate": 0.1}, "does not take dropout_rate"),
     ],

@@ -182,7 +182,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     if not (subject.has("dropout") and not extent.simple):
         given -= {"dropout_rng"}
     left_out = {"scale"} if coin() or plain else set()
-    arrays = sorted({"query", "key", "value", *subject.case.arguments(rng, sizes)})
+    arrays = sorted({"query", "key", "value", *subject.case.own(subject.variant, rng, sizes)})
     constant: set[str] = set()
     if coin(0.25) and transformation not in ("vmap", "scan"):
         constant = {name for name in arrays if coin()}
