@@ -198,25 +198,26 @@ class _PatternOfHeads:
 
 # The linear recurrence: shapes as in `effattn.pallas.recurrence`.
 
-_TOKENS: Names = ("row0", None, HEADS, None)  # (B, T, heads, size)
-
 
 def recurrence(kernels: Any) -> Any:
     """The kernels of a linear recurrence, each of which a device runs for its rows and heads."""
+    same, tokens = _by_same_head, _of_tokens
+    gradients = tokens, tokens, tokens, tokens, _by_head
     return kernels._replace(
-        states=_spread(kernels.states, (_by_head,), _by_same_head),
-        gradients_of_states=_spread(kernels.gradients_of_states, (_TOKENS, _once), _by_head),
-        read=_spread(kernels.read, (_by_head,), _TOKENS),
-        d_query=_spread(kernels.d_query, (_by_head, _TOKENS), _TOKENS),
-        d_key_value=_spread(kernels.d_key_value, (_once, _TOKENS), _TOKENS),
-        correct=_spread(kernels.correct, (_by_head, _by_head), _by_same_head),
-        correct_back=_spread(kernels.correct_back, (_by_head, _by_head), _by_same_head),
+        forward=_spread(kernels.forward, (_by_head,), (tokens, same, same)),
+        states=_spread(kernels.states, (_by_head,), (same,)),
+        backward=_spread(kernels.backward, (_by_head, tokens, _once), gradients),
+        read=_spread(kernels.read, (_by_head,), (tokens,)),
+        d_query=_spread(kernels.d_query, (_by_head, tokens), (tokens,)),
+        d_key_value=_spread(kernels.d_key_value, (_once, tokens), (tokens, tokens)),
+        correct=_spread(kernels.correct, (_by_head, _by_head), (same, same)),
+        correct_back=_spread(kernels.correct_back, (_by_head, _by_head), (same, same)),
     )
 
 
 def _of_tokens(array: Any) -> Names:
     """Names of the axes of `(B, T, heads, size)` or `(B, T, heads)`, or of the scale `(1,)`."""
-    return (None,) if array.ndim == 1 else _TOKENS[: array.ndim]
+    return (None,) if array.ndim == 1 else ("row0", None, HEADS, None)[: array.ndim]
 
 
 # Names of the axes of arrays `(B, heads, ...)`.
@@ -239,8 +240,8 @@ def _spread(kernel, more, results):
 
     Args:
       kernel: a kernel of the recurrence.
-      more: names of the axes of each further argument, or a function from an array to them.
-      results: likewise, of all results.
+      more: for each further argument, the function from an array to the names of its axes.
+      results: likewise, for each result.
     """
 
     @functools.wraps(kernel)
@@ -251,14 +252,16 @@ def _spread(kernel, more, results):
         leaves, structure = jax.tree.flatten((arrays, rest))
         operands = [_of_tokens(x) for x in jax.tree.leaves(arrays)]
         for each, of in zip(rest, more, strict=True):
-            operands += [of(x) if callable(of) else of for x in jax.tree.leaves(each)]
-        shapes, of_results = jax.tree.flatten(found)
-        names = [results(x) if callable(results) else results for x in shapes]
+            operands += map(of, jax.tree.leaves(each))
+        each = found if isinstance(found, tuple) else (found,)
+        names = [of(x) for of, x in zip(results, each, strict=True) if x is not None]
 
         def on_device(*leaves):
             arrays, rest = jax.tree.unflatten(structure, leaves)
             return jax.tree.leaves(kernel(how, arrays, *rest))
 
-        return jax.tree.unflatten(of_results, partitioned(on_device, operands, names)(*leaves))
+        return jax.tree.unflatten(
+            jax.tree.structure(found), partitioned(on_device, operands, names)(*leaves)
+        )
 
     return run

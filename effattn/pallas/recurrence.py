@@ -4,15 +4,16 @@ XLA computes the terms once for the whole sequence, in the dtype of the sums; ke
 arrays. A term that is an input of 16 bits, or for queries its product with a scalar, is not
 computed: kernels read the input, which has half of the bytes, and convert it themselves.
 
-The forward saves the state at every `BLOCK` tokens; the backward also saves the gradient of the
-state there. All blocks are then computed in parallel from the saved states. Let S_t be the state,
-G_t its gradient from all reads at token t or later, and dy_t the gradient of the output:
+Let S_t be the state, G_t its gradient from all reads at token t or later, and dy_t the gradient of
+the output:
 
     y_t = S_t^T q_t    dq_t = S_t dy_t    dk_t = G_t v_t    dv_t = G_t^T k_t
     G_t = exp(w_(t+1)) G_(t+1) + q_t dy_t^T
 
 The walk that computes states from keys and values therefore also computes gradients of states, in
-reverse order, from queries and dy.
+reverse order, from queries and dy. A device with many processors computes all blocks in parallel,
+from states that walks have saved at every `BLOCK` tokens (`by_blocks`). A device with one processor
+does all of it in the walks.
 
 Gradient of the log decays. A pair (token j writes, token i > j reads) decays at every token t with
 j < t <= i, so the pair contributes to the gradient of each of these log decays. The same
@@ -81,6 +82,11 @@ class Arrays(NamedTuple):
         """Number of heads of the output."""
         return max(self.query.shape[2], self.value.shape[2])
 
+    def widened(self) -> "Arrays":
+        """The same operands in float32, without the scale."""
+        query, *others = jax.tree.map(lambda x: x.astype(jnp.float32), self[:4])
+        return Arrays(query if self.scale is None else query * self.scale, *others)
+
 
 class How(NamedTuple):
     """Execution options.
@@ -88,7 +94,7 @@ class How(NamedTuple):
     Attributes:
       precision: precision of products.
       interpreted: whether kernels are interpreted.
-      dtype: dtype of what `Kernels.read` returns.
+      dtype: dtype of the output.
     """
 
     precision: lax.Precision
@@ -100,16 +106,37 @@ class How(NamedTuple):
         return jnp.matmul(left, right, precision=self.precision)
 
 
+class Gradients(NamedTuple):
+    """Gradients of the recurrence.
+
+    Attributes:
+      query: `(B, T, heads, F)`, of the queries with their scale.
+      key: `(B, T, V, F)`.
+      value: `(B, T, V, D)`.
+      log_decay: `(B, T, V)`, or `(B, T, V, F)`; None without decay.
+      state: of the state before the first token, `(B, V, F, D)`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    log_decay: jax.Array | None
+    state: jax.Array
+
+
 class Kernels(NamedTuple):
     """Kernels of one device. The first argument of each function is `How`; it is not listed here.
 
-    `d_out` has float32 or 16 bits.
+    States at tokens that the device chooses have shape `(B, V, n, F', D')`; F' and D' include
+    padding with zeros for the device. `d_out` has float32 or 16 bits. The last five functions are
+    those of the delta form. In these, states are those before each block of `BLOCK` tokens and
+    after the last block, and gradients of states those from reads in later blocks.
 
     Attributes:
-      states: `(arrays, state (B, V, F, D)) -> (B, V, n + 1, F', D')`, the states before each block
-        and after the last block; F' and D' include padding with zeros for the device.
-      gradients_of_states: `(arrays, d_out (B, T, heads, D), d_state) -> (B, V, n + 1, F', D')`, the
-        gradients of these states from reads in later blocks.
+      forward: `(arrays, state (B, V, F, D)) ->` the output `(B, T, heads, D)` in the dtype of
+        `How`, states, and the state after the last token.
+      states: `(arrays, state) ->` the states of `forward`.
+      backward: `(arrays, states, d_out (B, T, heads, D), d_state) -> Gradients`.
       read: `(arrays, states) -> (B, T, heads, D)`, the output, in the dtype of `How`.
       d_query: `(arrays, states, d_out) -> (B, T, heads, F)`, the gradient of the queries. With
         decays, the part from each query's own token is left out.
@@ -117,18 +144,66 @@ class Kernels(NamedTuple):
         gradients of keys and of values. With decays, the gradient of the keys leaves out the part
         from the query of the same token.
       correct: `(arrays, chunks of BLOCK tokens, state (B, V, F, D)) -> X (B, V, n, BLOCK, D)` and
-        the states in the form of `states`.
-      correct_back: the same for gradients, from the last chunk to the first; returns gradients of
-        states in the form of `gradients_of_states`.
+        states.
+      correct_back: the same for gradients, from the last chunk to the first.
     """
 
+    forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     states: Callable[..., jax.Array]
-    gradients_of_states: Callable[..., jax.Array]
+    backward: Callable[..., Gradients]
     read: Callable[..., jax.Array]
     d_query: Callable[..., jax.Array]
     d_key_value: Callable[..., tuple[jax.Array, jax.Array]]
     correct: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array]]
     correct_back: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def by_blocks(
+    states: Callable[..., jax.Array],
+    gradients_of_states: Callable[..., jax.Array],
+    read: Callable[..., jax.Array],
+    d_query: Callable[..., jax.Array],
+    d_key_value: Callable[..., tuple[jax.Array, jax.Array]],
+) -> dict[str, Callable[..., Any]]:
+    """`forward`, `states` and `backward` of `Kernels` by walks, and kernels for all blocks at once.
+
+    Args:
+      states: `(arrays, state) ->` the states before each block and after the last block.
+      gradients_of_states: `(arrays, d_out, d_state) ->` the gradients of these states.
+      read: as in `Kernels`.
+      d_query: as in `Kernels`.
+      d_key_value: as in `Kernels`.
+    """
+
+    def forward(how, arrays, state):
+        found = states(how, arrays, state)
+        return read(how, arrays, found), found, _whole_state(arrays, found[:, :, -1])
+
+    def backward(how, arrays, found, d_out, d_state):
+        co_states = gradients_of_states(how, arrays, d_out, d_state)
+        kernels = d_query, d_key_value
+        return _gradients_of_blocks(kernels, how, arrays, found, co_states, d_out)
+
+    return {"forward": forward, "states": states, "backward": backward}
+
+
+def _whole_state(arrays, state):
+    """Slices a state `(B, V, F', D')` to `(B, V, F, D)`."""
+    return state[..., : arrays.key.shape[-1], : arrays.value.shape[-1]]
+
+
+def _gradients_of_blocks(kernels, how, arrays, states, co_states, d_out) -> Gradients:
+    of_query, of_key_value = kernels
+    d_query = of_query(how, arrays, states, d_out)
+    d_key, d_value = of_key_value(how, arrays, co_states, d_out)
+    d_log_decay = None
+    if arrays.log_decay is not None:
+        wide = arrays.widened()
+        d_log_decay = _d_log_decay(wide, states, co_states, d_query, d_key)
+        own_query, own_key = _own(wide, d_out.astype(d_query.dtype))
+        d_query, d_key = d_query + own_query, d_key + own_key
+    d_state = _whole_state(arrays, co_states[:, :, 0])
+    return Gradients(d_query, d_key, d_value, d_log_decay, d_state)
 
 
 class _Summed(NamedTuple):
@@ -218,9 +293,14 @@ def forward(kernels: Kernels, config: Config, x: Inputs):
     summed = _summed(config, x, x.parameters, x.queries, x.keys)
     if summed.is_output(config):
         how = how._replace(dtype=config.dtype)
-    arrays, states = _states(kernels, how, config, x, summed)
-    output = _output(config, x, kernels.read(how, arrays, states), summed.own, summed.least)
-    return (output, _like_state(x, states[:, :, -1])), None
+    arrays = _narrow(config, x, summed)
+    if summed.recalled is None:
+        read, _, state = kernels.forward(how, arrays, _one_batch(x.state, 3))
+    else:
+        arrays, states = _corrected(kernels, how, x, summed, arrays)
+        read, state = kernels.read(how, arrays, states), states[:, :, -1]
+    output = _output(config, x, read, summed.own, summed.least)
+    return (output, _like_state(x, state)), None
 
 
 def backward(
@@ -237,33 +317,31 @@ def backward(
 
     sums = functools.partial(_summed, config, x)
     summed, to_arguments = jax.vjp(sums, x.parameters, x.queries, x.keys)
-    arrays, states = _states(kernels, how, config, x, summed)
+    arrays, read = _narrow(config, x, summed), None
+    if summed.recalled is not None:
+        arrays, states = _corrected(kernels, how, x, summed, arrays)
+        read = kernels.read(how, arrays, states) if config.normalized else None
+    elif config.normalized:
+        read, states, _ = kernels.forward(how, arrays, _one_batch(x.state, 3))
+    else:
+        states = kernels.states(how, arrays, _one_batch(x.state, 3))
     if summed.is_output(config):
         d_read = _masked(x, d_output)
         d_own = d_least = None
     else:
-        if config.normalized:
-            read = kernels.read(how, arrays, states)
-        else:  # the gradient does not depend on the value of `read`
+        if read is None:  # the gradient does not depend on the value of `read`
             shape = (*arrays.query.shape[:2], arrays.heads, x.state.shape[-1])
             read = jnp.zeros(shape, x.state.dtype)
         _, to_read = jax.vjp(functools.partial(_output, config, x), read, summed.own, summed.least)
         d_read, d_own, d_least = to_read(d_output)
-    wide, d_wide = summed.arrays, d_read.astype(x.state.dtype)
-    correction, d_state = None, _one_batch(d_state, 3)
+    d_state, correction = _one_batch(d_state, 3), None
     if summed.recalled is None:
-        co_states = kernels.gradients_of_states(how, arrays, d_read, d_state)
+        found = kernels.backward(how, arrays, states, d_read, d_state)
     else:
-        wide = wide._replace(value=arrays.value)
-        correction = _delta_gradients(kernels, how, summed, wide, states, d_wide, d_state)
-        co_states = correction.states
-    d_query = kernels.d_query(how, arrays, states, d_read)
-    d_key, d_value = kernels.d_key_value(how, arrays, co_states, d_read)
-    d_log_decay = None
-    if wide.log_decay is not None:
-        d_log_decay = _d_log_decay(wide, states, co_states, d_query, d_key)
-        of_query, of_key = _own(wide, d_wide)
-        d_query, d_key = d_query + of_query, d_key + of_key
+        correction = _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state)
+        of_blocks = kernels.d_query, kernels.d_key_value
+        found = _gradients_of_blocks(of_blocks, how, arrays, states, correction.states, d_read)
+    d_query, d_key, d_value, d_log_decay, d_first = found
     d_query, d_key = _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key)
     d_recalled = None
     if correction is not None:  # the kernels leave out the effect of keys on corrected values
@@ -275,21 +353,22 @@ def backward(
     d_parameters, d_queries, d_keys = to_arguments(_Summed(d_arrays, d_own, d_recalled, d_least))
     return Inputs(
         parameters=d_parameters,
-        state=_like_state(x, co_states[:, :, 0]),
+        state=_like_state(x, d_first),
         queries=d_queries,
         keys=d_keys,
         tokens=None,
     )
 
 
-def _states(kernels, how, config, x, summed):
-    """Returns the arrays for kernels, with corrected values in the delta form, and the states."""
-    arrays, state = _narrow(config, x, summed), _one_batch(x.state, 3)
-    if summed.recalled is None:
-        return arrays, kernels.states(how, arrays, state)
-    correct = functools.partial(kernels.correct, how, arrays)
+def _corrected(kernels, how, x, summed, arrays):
+    """Returns the arrays with the corrected values of the delta form, and the states."""
     value, states = recurrence_delta.corrected(
-        correct, how.dot, BLOCK, summed.keys, summed.arrays.value, state
+        functools.partial(kernels.correct, how, arrays),
+        how.dot,
+        BLOCK,
+        summed.keys,
+        summed.arrays.value,
+        _one_batch(x.state, 3),
     )
     return arrays._replace(value=value), states
 
@@ -329,17 +408,18 @@ def _forgotten(log_decay, starts):
 
 
 def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
-    """Returns the gradients of the delta form, from arrays in float32 with corrected values."""
+    """Returns the gradients of the delta form, from arrays with corrected values."""
     features, values = d_state.shape[2:]
+    wide = arrays.widened()
     return recurrence_delta.gradients(
         functools.partial(kernels.correct_back, how, arrays),
         how.dot,
         BLOCK,
         summed.keys,
-        arrays.query,
-        arrays.value,
+        wide.query,
+        wide.value,
         states[:, :, :-1, :features, :values],
-        d_read,
+        d_read.astype(d_state.dtype),
         d_state,
     )
 

@@ -385,13 +385,12 @@ def _of_chunks(plan, kernel, chunks, state, chunk_at, place):
 
 
 KERNELS = recurrence.Kernels(
-    _states,
-    _gradients_of_states,
-    _read,
-    _d_query,
-    _d_key_value,
-    _corrected,
-    _corrected_back,
+    **recurrence.by_blocks(_states, _gradients_of_states, _read, _d_query, _d_key_value),
+    read=_read,
+    d_query=_d_query,
+    d_key_value=_d_key_value,
+    correct=_corrected,
+    correct_back=_corrected_back,
 )
 
 

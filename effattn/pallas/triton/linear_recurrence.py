@@ -106,13 +106,12 @@ def _corrected_back(how, arrays: Arrays, chunks, d_state):
 
 
 KERNELS = recurrence.Kernels(
-    _states,
-    _gradients_of_states,
-    _read,
-    _d_query,
-    _d_key_value,
-    _corrected,
-    _corrected_back,
+    **recurrence.by_blocks(_states, _gradients_of_states, _read, _d_query, _d_key_value),
+    read=_read,
+    d_query=_d_query,
+    d_key_value=_d_key_value,
+    correct=_corrected,
+    correct_back=_corrected_back,
 )
 
 
