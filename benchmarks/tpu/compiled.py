@@ -141,9 +141,15 @@ def table(rows: Sequence[Row]) -> str:
     """Returns the table: a line for each kernel."""
     lines = [
         f"Calls of {BATCH} sequences of {LENGTH:,} tokens, {HEADS} heads, bfloat16, forward and "
-        f"backward, compiled by libtpu for jax {jax.__version__}. The body of a kernel is its code "
-        "for one step of the grid, without the masks; its bundles are the least cycles that it can "
-        "take. Use is the share of the slots of a unit in these bundles.",
+        f"backward, compiled by libtpu for jax {jax.__version__}. The bundles of a kernel are its "
+        "code for one step of the grid; its body is the longest loop or branch in it, or all of "
+        "it. Bundles are the least cycles that code can take. Use is the share of the slots of a "
+        "unit in the bundles of the body.",
+        "",
+        "A step of exact attention has 512 queries and 512 keys, and its body is the code without "
+        "the masks. A step of a recurrence has 512 tokens, in four blocks; with decays of features "
+        "in eight blocks, and its loops have the code of two. A step of the delta rule has 64 "
+        "tokens.",
         "",
         "| chip | call | kernel | bundles | of the body | matrix unit | vector unit | loads "
         "| stores | exponentials | spills | VMEM |",

@@ -40,6 +40,7 @@ class IndexedSelfAttention(CachedMixer):
       index_heads: J, heads of the index.
       index_dim: E, features of the index; default H.
       rotary: rotary position embedding of queries, keys and the index; default None, no rotation.
+      implementation: see `effattn.options.Implementation`.
       **options: see `effattn.nn.options.Projected`.
     """
 
@@ -57,6 +58,7 @@ class IndexedSelfAttention(CachedMixer):
         index_heads: int = 4,
         index_dim: int | None = None,
         rotary: RotaryEmbedding | None = None,
+        implementation: str | tuple[str, ...] | None = None,
         **options: Unpack[Projected],
     ):
         super().__init__(in_features, **options)
@@ -67,7 +69,7 @@ class IndexedSelfAttention(CachedMixer):
         index_dim = self.head_dim if index_dim is None else index_dim
         self.index_dim = checks.at_least("index_dim", index_dim, 1, "features")
         check_rotary(rotary, head_dim=self.head_dim, index_dim=self.index_dim)
-        self.rotary = rotary
+        self.rotary, self.implementation = rotary, implementation
         make = Layers(**options)
         self.query = make.heads(in_features, (num_heads, self.head_dim))
         self.key = make.heads(in_features, (self.num_kv_heads, self.head_dim))
@@ -109,6 +111,7 @@ class IndexedSelfAttention(CachedMixer):
             index_key=index.key,
             index_weights=index.weights,
             top_k=self.top_k,
+            implementation=self.implementation,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
             segment_ids=ids,
@@ -120,8 +123,10 @@ class IndexedSelfAttention(CachedMixer):
         checks.known_length("decoding indexed attention", query)
         limits = jnp.full(positions.shape[:1], key.shape[1], jnp.int32)
         index = chosen_keys.Index(index_query, index_key, weights)
-        chosen = chosen_keys.choose(_NAME, index, chosen_keys.Places(positions, limits), self.top_k)
-        out, _ = chosen_keys.attend(_NAME, (query, key, value), chosen, self.head_dim**-0.5)
+        places, heads = chosen_keys.Places(positions, limits), (query, key, value)
+        how = {"implementation": self.implementation}
+        chosen = chosen_keys.choose(_NAME, index, places, self.top_k, **how)
+        out, _ = chosen_keys.attend(_NAME, heads, chosen, self.head_dim**-0.5, **how)
         return self.out(out)
 
     def index_loss(
@@ -164,7 +169,7 @@ class IndexedSelfAttention(CachedMixer):
         limits = jnp.full(x.shape[:1], x.shape[1], jnp.int32) if lengths is None else lengths
         segments = None if ids is None else (ids, ids)
         places = chosen_keys.Places(positions, jnp.asarray(limits, jnp.int32), segments)
-        chosen = chosen_keys.choose(_NAME, index, places, self.top_k)
+        chosen = chosen_keys.choose(_NAME, index, places, self.top_k, self.implementation)
         losses = _divergences(query, key, index, chosen, self.head_dim**-0.5)
         is_counted = valid(lengths, ids, x.shape[1])
         if is_counted is None:

@@ -37,10 +37,10 @@ def operands_of(function: Any, *arguments: Any) -> set[str]:
     return found
 
 
-def kernel_bytes(function: Any, *arguments: Any) -> int:
-    """Bytes of all operands and results of the program's kernels, lowered for an NVIDIA GPU."""
+def kernel_bytes(function: Any, *arguments: Any, platform: str = "cuda") -> int:
+    """Bytes of all operands and results of the program's kernels, lowered for a platform."""
     total = 0
-    for line in _lowered(function, *arguments, platform="cuda").splitlines():
+    for line in _lowered(function, *arguments, platform=platform).splitlines():
         if (match := re.search(r"custom_call @([\w$.]+)\(", line)) and match[1] in KERNELS:
             types = line[line.rindex(" : (") :]
             for sizes, bits in re.findall(r"tensor<((?:\d+x)*)b?[fi](\d+)>", types):

@@ -5,6 +5,7 @@ float64, and with the XLA form.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 import effattn
+from effattn.pallas.mosaic_tpu import recurrence_steps
 from tests.marks import slow
-from tests.pallas.lowering import TRITON, kernels_of
+from tests.pallas.lowering import TRITON, kernel_bytes, kernels_of
 from tests.pallas.recurrence_cases import (
     assert_alike,
     assert_near,
@@ -46,6 +48,27 @@ def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized
     args = draw(length, decay, heads, sizes, normalized)
     ours = with_gradients(functools.partial(recurrence, normalized=normalized), *args)
     assert_near(ours, exact(*args, normalized=normalized))
+
+
+@pytest.mark.parametrize(
+    ("length", "decay", "heads"),
+    [
+        (1100, "token", (2, 1, 1)),  # three steps of three blocks
+        slow(1100, "none", (1, 1, 2)),
+        slow(700, "feature", (2, 1, 1)),  # two steps of six blocks
+        slow(290, "feature", (1, 1, 1)),  # a step of five blocks
+    ],
+)
+def test_states_pass_from_step_to_step(length, decay, heads):
+    args = draw(length, decay, heads, (3, 5))
+    assert_near(with_gradients(recurrence, *args), exact(*args))
+
+
+@pytest.mark.slow
+def test_steps_are_shorter_where_memory_asks_for_it(monkeypatch):
+    monkeypatch.setattr(recurrence_steps, "BUFFERS", 2**20)  # three steps, not one
+    args = draw(300, "head", (1, 1, 1), (3, 5))
+    assert_near(with_gradients(recurrence, *args), exact(*args))
 
 
 @pytest.mark.slow
@@ -93,6 +116,23 @@ def test_sixteen_bit_inputs_are_read_as_they_are(decay, form, normalized):
 def test_it_is_lowered_for_tpus(dtype, gate, sizes):
     given = program(dtype, gate, sizes, "pallas")
     assert kernels_of(*given, platform="tpu") == {"tpu_custom_call"}
+
+
+@pytest.mark.parametrize("gate", [2, 3])
+def test_it_is_lowered_where_float64_is_enabled(gate):
+    with jax.enable_x64(True):
+        given = program(jnp.float32, gate, (8, 8), "pallas")
+        assert kernels_of(*given, platform="tpu") == {"tpu_custom_call"}
+
+
+@pytest.mark.parametrize(("gate", "most"), [(None, 3), (2, 2), (3, 2)])
+def test_kernels_read_and_write_few_bytes(gate, most):
+    """The least is each input and each gradient of the inputs once, in the dtype of the inputs."""
+    function, arrays, ids = program(jnp.bfloat16, gate, (128, 128), "pallas")
+    inputs = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays.values())
+    output = 2 * math.prod(arrays["query"].shape)
+    found = kernel_bytes(function, arrays, ids, platform="tpu")
+    assert found <= most * (3 * inputs + 2 * output)
 
 
 @pytest.mark.slow

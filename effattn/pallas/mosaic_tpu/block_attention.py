@@ -42,6 +42,7 @@ from effattn.interfaces.block_attention import Config, Inputs
 from effattn.pallas import block_tiles, partition
 from effattn.pallas.block_tiles import Arrays, At, Plan, SoftmaxOfColumns
 from effattn.pallas.mosaic_tpu import steps
+from effattn.pallas.mosaic_tpu.steps import Grid
 from effattn.xla import block_attention as xla
 
 LANES = 128
@@ -57,14 +58,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
     given = config.tile if x.layout is None else x.layout.tile
     if given is not None and any(side % LANES for side in given):
         return f"takes tiles of multiples of {LANES} queries and keys, got {given}"
-    if x.layout is not None:
-        scalars = sum(
-            array.size
-            for array in jax.tree.leaves((x.layout, block_tiles.layout_of(x, of_keys=True)))
-        )
-        if scalars > steps.MOST_SCALARS:
-            return f"takes layouts of up to {steps.MOST_SCALARS} counts and indices, got {scalars}"
-    return None
+    return steps.refusal(x, _tile(config, x))
 
 
 @partition.forward
@@ -77,7 +71,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     rows, width = plan.grid[0] * t, plan.sizes[1]
 
     def at(*given):
-        return (*steps.at_step(plan, False, 2 + len(grid), *given)[:3], 0)
+        return (*steps.at_step(plan, False, grid, *given)[:3], 0)
 
     def along(*given):
         b, h, n, _ = at(*given)
@@ -87,7 +81,8 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
         _call,
         _forward_kernel,
         plan,
-        (batch, heads, *grid),
+        grid,
+        (batch, heads),
         out_specs=[
             pl.BlockSpec((None, None, t, width), at),
             *2 * [pl.BlockSpec((None, None, 1, t), along)],
@@ -98,7 +93,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
         ],
         scratch_shapes=[(1, t), (1, t), (width, t)],
     )
-    out, *along_rows = run(_Inputs.of(plan, arrays, 2 + len(grid), of_keys=False))
+    out, *along_rows = run(_Inputs.of(plan, arrays, grid, of_keys=False))
     queries = plan.lengths[0]
     out = jnp.swapaxes(out[:, :, :queries], 1, 2).reshape(*x.query.shape[:-1], width)
     lse, lse_error = (
@@ -131,18 +126,18 @@ def backward(
 
     def call(kernel, of_keys, blocks, shapes):
         grid, walk = steps.grid_of(plan, arrays, x, of_keys=of_keys)
-        axes = 2 + len(grid)
         known = arrays._replace(walk=walk)
-        inputs = _Inputs.of(plan, known, axes, of_keys=of_keys, rows=rows)
+        inputs = _Inputs.of(plan, known, grid, of_keys=of_keys, rows=rows)
 
         def at(*given):
-            step = steps.at_step(plan, of_keys, axes, *given)
+            step = steps.at_step(plan, of_keys, grid, *given)
             return step.b, *((given[1], step.m) if of_keys else (step.h, step.n)), 0
 
         return _call(
             kernel,
             plan,
-            (batch, key_heads if of_keys else heads, *grid),
+            grid,
+            (batch, key_heads if of_keys else heads),
             inputs,
             out_specs=[pl.BlockSpec((None, None, *block), at) for block in blocks],
             out_shape=shapes,
@@ -226,11 +221,11 @@ class _Inputs:
     specs: dict[str, Any]
 
     @classmethod
-    def of(cls, plan: Plan, x: Arrays, axes: int, *, of_keys, rows=()) -> "_Inputs":
+    def of(cls, plan: Plan, x: Arrays, grid: Grid, *, of_keys, rows=()) -> "_Inputs":
         (t, s), group = plan.tile, plan.group
 
         def place(*given):
-            return steps.at_step(plan, of_keys, axes, *given)[:4]
+            return steps.at_step(plan, of_keys, grid, *given)[:4]
 
         arrays: dict[str, Any] = {}
         specs: dict[str, Any] = {}
@@ -239,12 +234,12 @@ class _Inputs:
             if array is not None:
                 arrays[name], specs[name] = array, pl.BlockSpec(block, index)
 
-        def of_queries(*grid):
-            b, h, n, _ = place(*grid)
+        def of_queries(*given):
+            b, h, n, _ = place(*given)
             return b, h, n, 0
 
-        def of_keys_(*grid):
-            b, h, _, m = place(*grid)
+        def of_keys_(*given):
+            b, h, _, m = place(*given)
             return b, h // group, m, 0
 
         add("query", _by_head(x.query, t), (None, None, t, plan.sizes[0]), of_queries)
@@ -252,8 +247,8 @@ class _Inputs:
         add("value", _by_head(x.value, s), (None, None, s, plan.sizes[1]), of_keys_)
         if rows:
 
-            def along_rows(*grid):
-                b, h, n, _ = place(*grid)
+            def along_rows(*given):
+                b, h, n, _ = place(*given)
                 return b, h, 0, n
 
             add("d_out", rows[0], (None, None, t, plan.sizes[1]), of_queries)
@@ -271,8 +266,8 @@ class _Inputs:
                 continue
             array, is_column = _padded(array, 1, plan.tile[which], value), which == 1
 
-            def of_tokens(*grid, which=which, is_column=is_column):
-                b, _, *tiles = place(*grid)
+            def of_tokens(*given, which=which, is_column=is_column):
+                b, _, *tiles = place(*given)
                 return (b, tiles[which], 0) if is_column else (b, 0, tiles[which])
 
             size = plan.tile[which]
@@ -289,8 +284,8 @@ class _Inputs:
                     array = _padded(array, axis, side)
                 block.append(side if sizes[axis] > 1 else 1)
 
-            def of_pairs(*grid, sizes=sizes):
-                at = place(*grid)
+            def of_pairs(*given, sizes=sizes):
+                at = place(*given)
                 found = [0 if size == 1 else i for i, size in zip(at, sizes, strict=True)]
                 return (*found[:2], *found[:1:-1])
 
@@ -307,17 +302,19 @@ class _Inputs:
         return cls((x.offset, *x.walk), arrays, specs)
 
 
-def _call(kernel, plan, grid, inputs: _Inputs, *, out_specs, out_shape, scratch_shapes):
+def _call(
+    kernel, plan, grid: Grid, leading, inputs: _Inputs, *, out_specs, out_shape, scratch_shapes
+):
     scalars, arrays = mesh_axes.vary_alike((inputs.scalars, inputs.arrays))
     varying = jax.typeof(scalars[0]).manual_axis_type
     # In a list of steps, those of one tile of results follow each other.
-    parallel = 2 if len(grid) == 3 else 3
-    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
+    parallel = 2 if grid.rank == 3 else 3
+    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (grid.rank - parallel)
     return pl.pallas_call(
-        functools.partial(kernel, plan, len(scalars), tuple(arrays), len(grid)),
+        functools.partial(kernel, plan, len(scalars), tuple(arrays), grid),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=grid,
+            grid=(*leading, *grid.axes),
             in_specs=[inputs.specs[name] for name in arrays],
             out_specs=out_specs,
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch_shapes],
@@ -329,7 +326,7 @@ def _call(kernel, plan, grid, inputs: _Inputs, *, out_specs, out_shape, scratch_
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics, vmem_limit_bytes=_vector_memory(plan, inputs)
         ),
-        cost_estimate=_cost(plan, kernel, grid, inputs, out_shape),
+        cost_estimate=_cost(plan, kernel, (*leading, *grid.axes), inputs, out_shape),
         interpret=plan.config.implementations.interpreted,
         name=f"block_attention{kernel.__name__.removesuffix('_kernel')}",
     )(*scalars, *arrays.values())
@@ -367,10 +364,10 @@ def _cost(plan, kernel, grid, inputs, out_shape):
 class _Tile:
     """Blocks of one step; its tile is transposed, `(s, t)`."""
 
-    def __init__(self, plan, scalars, blocks, axes, *, of_keys):
+    def __init__(self, plan, scalars, blocks, grid: Grid, *, of_keys):
         self.plan, self.blocks = plan, blocks
-        grid = tuple(pl.program_id(axis) for axis in range(axes))
-        self.step = steps.at_step(plan, of_keys, axes, *grid, *scalars)
+        indices = tuple(pl.program_id(axis) for axis in range(grid.rank))
+        self.step = steps.at_step(plan, of_keys, grid, *indices, *scalars)
         self.b, self.h, self.n, self.m, *_ = self.step
         offset = scalars[0]
         self.offset = offset[self.b if offset.shape[0] > 1 else 0]
@@ -441,13 +438,13 @@ class _Tile:
             pl.when(self.step.visited & here)(functools.partial(step, masked))
 
 
-def _unpack(plan, scalars, names, axes, refs, *, of_keys):
+def _unpack(plan, scalars, names, grid, refs, *, of_keys):
     blocks = dict(zip(names, refs[scalars:], strict=False))
-    return _Tile(plan, refs[:scalars], blocks, axes, of_keys=of_keys), refs[scalars + len(names) :]
+    return _Tile(plan, refs[:scalars], blocks, grid, of_keys=of_keys), refs[scalars + len(names) :]
 
 
-def _forward_kernel(plan, scalars, names, axes, *refs):
-    tile, results = _unpack(plan, scalars, names, axes, refs, of_keys=False)
+def _forward_kernel(plan, scalars, names, grid, *refs):
+    tile, results = _unpack(plan, scalars, names, grid, refs, of_keys=False)
     out, lse, lse_error, *sums = results
 
     @pl.when(tile.step.first)
@@ -489,8 +486,8 @@ def _gradients(tile, at, masked):
     return weights, pull_back(d_logits)[0]
 
 
-def _query_kernel(plan, scalars, names, axes, *refs):
-    tile, (d_query, total) = _unpack(plan, scalars, names, axes, refs, of_keys=False)
+def _query_kernel(plan, scalars, names, grid, *refs):
+    tile, (d_query, total) = _unpack(plan, scalars, names, grid, refs, of_keys=False)
 
     @pl.when(tile.step.first)
     def _():
@@ -507,8 +504,8 @@ def _query_kernel(plan, scalars, names, axes, *refs):
         d_query[...] = total[...].astype(d_query.dtype)
 
 
-def _key_kernel(plan, scalars, names, axes, *refs):
-    tile, results = _unpack(plan, scalars, names, axes, refs, of_keys=True)
+def _key_kernel(plan, scalars, names, grid, *refs):
+    tile, results = _unpack(plan, scalars, names, grid, refs, of_keys=True)
     d_key, d_value, of_key, of_value = results
 
     @pl.when(tile.step.first)

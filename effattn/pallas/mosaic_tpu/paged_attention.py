@@ -59,7 +59,7 @@ def paged(
     """Paged decode attention; see `effattn.xla.paged_attention.paged` for arguments and results."""
     batch, queries, heads, size = query.shape
     pages, page, key_heads, _ = keys.array.shape
-    value_size = values.array.shape[-1]
+    value_size, width = values.array.shape[-1], table.shape[1]
     group = heads // key_heads
     rows = -(-group * queries // ROWS) * ROWS
     # A row is one pair of a query head of the key head and a query token.
@@ -69,7 +69,8 @@ def paged(
 
     def of_page(b, m, table, lengths):
         first, last = _span(config, queries, page, lengths[b])
-        return table[b, jnp.clip(m, first, jnp.maximum(last, first + 1) - 1)]
+        m = jnp.clip(m, first, jnp.maximum(last, first + 1) - 1)
+        return table[b * np.int32(width) + m]
 
     def pool(array):
         zeros = (0,) * (array.ndim - 1)
@@ -93,7 +94,7 @@ def paged(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch, table.shape[1]),
+            grid=(batch, width),
             in_specs=[
                 pl.BlockSpec(memory_space=pltpu.SMEM),
                 of_sequence(key_heads, rows, size),
@@ -120,7 +121,8 @@ def paged(
         interpret=interpreted,
         name="paged_attention",
     )(
-        jnp.clip(table, 0, pages - 1).astype(jnp.int32),
+        # With two axes, each row would take a multiple of 128 entries of scalar memory.
+        jnp.clip(table, 0, pages - 1).astype(jnp.int32).reshape(-1),
         lengths.astype(jnp.int32),
         scale.reshape(1),
         grouped,

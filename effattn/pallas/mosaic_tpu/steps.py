@@ -1,28 +1,71 @@
 """Steps of the grids of block attention on TPUs: the pair of tiles that each step visits."""
 
+import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from effattn.interfaces.block_attention import Inputs
 from effattn.pallas import block_tiles
 from effattn.pallas.block_tiles import Walk
 
-MOST_SCALARS = (
-    2**17
-)  # largest number of entries of a layout or a list of steps, in 1 MB of scalar memory
+# Largest number of entries of the arrays that `at_step` reads: half of the 1 MB of scalar memory.
+MOST_SCALARS = 2**17
 
 
-def grid_of(plan, arrays, x, *, of_keys):
-    """Returns the axes of the grid after the heads, and the arrays that `at_step` reads."""
+class Grid(NamedTuple):
+    """The grid of a kernel.
+
+    Attributes:
+      axes: its axes after the example and the head.
+      shapes: the shapes of the arrays that `at_step` reads. In scalar memory these arrays have one
+        axis, as each row of an array of more axes would take 128 entries.
+    """
+
+    axes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def rank(self) -> int:
+        """Number of axes."""
+        return 2 + len(self.axes)
+
+
+def grid_of(plan, arrays, x, *, of_keys) -> tuple[Grid, tuple[jax.Array, ...]]:
+    """Returns the grid, and the arrays that `at_step` reads."""
     order = _order(plan, arrays, x, of_keys)
     if order is not None:
-        return (len(order[0]),), tuple(map(jnp.asarray, order))
-    walk = block_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
-    axes = (plan.grid[1], plan.group) if of_keys else (plan.grid[0],)
-    return (*axes, _most_steps(plan, x, of_keys=of_keys)), walk
+        return Grid((len(order[0]),), ()), tuple(map(jnp.asarray, order))
+    found = block_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
+    tiles = (plan.grid[1], plan.group) if of_keys else (plan.grid[0],)
+    axes = *tiles, _most_steps(plan, x, of_keys=of_keys)
+    return Grid(axes, tuple(array.shape for array in found)), tuple(map(jnp.ravel, found))
+
+
+def refusal(x: Inputs, tile: tuple[int, int]) -> str | None:
+    """Reason why scalar memory does not hold the arrays that `at_step` reads, or None."""
+    if x.layout is not None:
+        layouts = x.layout, block_tiles.layout_of(x, of_keys=True)
+        entries = sum(array.size for array in jax.tree.leaves(layouts))
+        if entries > MOST_SCALARS:
+            return f"takes layouts of up to {MOST_SCALARS} counts and indices, got {entries}"
+        return None
+    examples, lengths = math.prod(x.query.shape[:-3]), (x.query.shape[-3], x.key.shape[-3])
+    tiles = max(map(pl.cdiv, lengths, tile))
+    if 4 * examples * tiles > MOST_SCALARS:
+        of_examples = x.segments, x.key_mask, x.positions
+        has_offsets = x.offset is not None and x.offset.ndim > 0
+        if has_offsets or any(array is not None for array in of_examples):
+            return (
+                "takes packed or padded batches, and batches with offsets, of up to "
+                f"{MOST_SCALARS // 4} tiles of {tile[0]} queries or {tile[1]} keys, got "
+                f"{examples} examples of {tiles} tiles"
+            )
+    return None
 
 
 # Bits of an entry of an order; the bits above them are the query head of the key head.
@@ -93,22 +136,34 @@ class Step(NamedTuple):
     last: Any
 
 
-def at_step(plan, of_keys, axes, *grid_and_scalars) -> Step:
-    """Returns the step at `axes` indices of the grid, of which the first two are example and head.
+class _Entries(NamedTuple):
+    """An array in scalar memory, and its shape."""
+
+    array: Any
+    shape: tuple[int, ...]
+
+    def at(self, *index):
+        """The entry at an index."""
+        place: Any = 0
+        for size, n in zip(self.shape, index, strict=True):
+            place = place * np.int32(size) + n
+        return self.array[place]
+
+
+def at_step(plan, of_keys, grid: Grid, *indices_and_scalars) -> Step:
+    """Returns the step at indices of the grid, of which the first two are example and head.
 
     The arrays in scalar memory follow the indices.
     """
-    grid, (_, *walk) = grid_and_scalars[:axes], grid_and_scalars[axes:]
-    b, head, own, *rest = grid
+    axes = grid.rank
+    (b, head, own, *rest), (_, *walk) = indices_and_scalars[:axes], indices_and_scalars[axes:]
     if not rest:
         return _known_step(plan, of_keys, b, head, own, walk)
     *group, step = rest
     key_head = head if of_keys else lax.div(head, np.int32(plan.group))
 
-    def read(array, *index):
-        return array[index]
-
-    row: Walk = block_tiles.walk(plan, read, tuple(walk), b, key_head, own, of_keys=of_keys)
+    entries = tuple(map(_Entries, walk, grid.shapes))
+    row: Walk = block_tiles.walk(plan, _Entries.at, entries, b, key_head, own, of_keys=of_keys)
     total = row.masked + row.whole
     at = jnp.minimum(step, jnp.maximum(total, 1) - 1)
     masked = at < row.masked

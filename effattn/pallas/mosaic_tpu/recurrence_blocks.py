@@ -1,0 +1,243 @@
+"""The linear recurrence in a block of tokens on TPUs: decays, and products of pairs of tokens.
+
+The matrix unit does nearly all work. Without decay, or with one decay per token, a block is one
+masked product. The log decay between two tokens is then a sum of log decays, computed as a product
+with a triangular matrix of ones. With one decay per feature, the block is halved repeatedly, and
+each pair of tokens is separated once, at a border between the two tokens, as in
+`effattn.xla.recurrent_chunks`. The query has decayed since the border and the key until the border,
+each by the exponential of a sum of log decays. This sum is a product with a matrix of zeros and
+ones. A block of 64 tokens thus takes six products of 64 x 64 for the sums and six masked products
+for the weights. As 0 * -inf is NaN, a decay of zero has the finite log decay `FORGETS` in the
+kernels.
+
+Products with a matrix of zeros and ones are exact up to the rounding of float32 sums. The other
+matrix is the sum of three matrices of bfloat16 (`_parts`), so they take three passes of the matrix
+unit, where a product in full float32 takes six.
+
+Shapes: C tokens, F features, D values.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from effattn.pallas.recurrence import BLOCK, Arrays, How
+
+FORGETS = -1e30  # log decay in place of -inf: a sum of 128 is finite, and its exponential is zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static configuration of a kernel: B, N, K, V, C, the kind of decay, and blocks.
+
+    Attributes:
+      batch: B.
+      query_heads, key_heads, value_heads: N, K and V.
+      decay: one decay per "token", or one per "feature" of a token; None without decay.
+      how: execution options.
+      tokens: C, tokens in a block.
+      blocks: number of blocks.
+    """
+
+    batch: int
+    query_heads: int
+    key_heads: int
+    value_heads: int
+    decay: str | None
+    how: How
+    tokens: int
+    blocks: int
+
+    @classmethod
+    def of(cls, how: How, arrays: Arrays, tokens: int = BLOCK) -> "Plan":
+        """The configuration for blocks of `tokens` tokens."""
+        decay = None
+        if arrays.log_decay is not None:
+            decay = "token" if arrays.log_decay.ndim == 3 else "feature"
+        batch, length, query_heads, _ = arrays.query.shape
+        heads = query_heads, arrays.key.shape[2], arrays.value.shape[2]
+        return cls(batch, *heads, decay, how, tokens, pl.cdiv(length, tokens))
+
+    @property
+    def heads(self) -> int:
+        """Number of heads of the output."""
+        return max(self.query_heads, self.value_heads)
+
+    @property
+    def group(self) -> int:
+        """Number of heads of the output that read one value head."""
+        return self.heads // self.value_heads
+
+    def dot(self, left: jax.Array, right: jax.Array, contract: tuple[int, int] = (1, 0)):
+        """Returns the product over one axis of each operand, in the precision of `how`."""
+        exact = self.how.precision != lax.Precision.DEFAULT
+        return dot(left, right, contract, lax.Precision.HIGHEST if exact else None)
+
+    def over_group(self, body, carry):
+        """Folds `body(g, carry)` over the heads of the output that read one value head."""
+        if self.group == 1:
+            return body(0, carry)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.group), body, carry)
+
+
+def dot(left, right, contract=(1, 0), precision: lax.Precision | None = lax.Precision.HIGHEST):
+    """Returns the product over one axis of each operand, in float32."""
+    dimensions = ((contract[0],), (contract[1],)), ((), ())
+    return lax.dot_general(
+        left, right, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def _sums(where, x, axis=0):
+    """Product in float32 of a mask `(m, n)` and x, over the axis of x that has length n."""
+    mask = jnp.where(where, 1.0, 0.0).astype(jnp.bfloat16)
+    return sum(dot(mask, part, (1, axis), None) for part in _parts(x))
+
+
+def _sums_of_columns(x, where, axis):
+    """Product in float32 of x and a mask `(n, m)`, over the axis of x that has length n."""
+    mask = jnp.where(where, 1.0, 0.0).astype(jnp.bfloat16)
+    return sum(dot(part, mask, (axis, 0), None) for part in _parts(x))
+
+
+def _parts(x):
+    """Three arrays of bfloat16 whose sum is x: the first eight bits, the next eight and the rest.
+
+    Bits are cut off, because a compiler may leave out a conversion to bfloat16 and back.
+    """
+
+    def first(x):
+        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16))
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    high = first(x)
+    middle = first(x - high)
+    return [part.astype(jnp.bfloat16) for part in (high, middle, x - high - middle)]
+
+
+def times(x: jax.Array, decay: jax.Array | None) -> jax.Array:
+    """The product with a decay; None is 1."""
+    return x if decay is None else x * decay
+
+
+def written(plan: Plan, at: "Decays", key: jax.Array, value: jax.Array) -> jax.Array:
+    """Decayed products of keys and values in the state at the end of a block, `(F, D)`."""
+    return plan.dot(times(key, at.until_end()), value, (0, 0))
+
+
+class Decays:
+    """Decays of the tokens of a block; None without decay."""
+
+    def __init__(self, plan: Plan, log_decay: jax.Array | None):
+        """`log_decay` is `(C, F)`, or `(1, C)` for all features."""
+        self.plan, self.log = plan, log_decay
+        square = plan.tokens, plan.tokens
+        # Token of the row (i) and token of the column (j).
+        self.down = lax.broadcasted_iota(jnp.int32, square, 0)
+        self.across = lax.broadcasted_iota(jnp.int32, square, 1)
+
+    def sums(self, where):
+        """Sum, for each token (row), the log decays of the tokens (columns) in the mask `where`."""
+        assert self.log is not None
+        if self.plan.decay == "feature":
+            return _sums(where, self.log)
+        return jnp.sum(jnp.where(where, self.log, 0), 1, keepdims=True)
+
+    def since_start(self):
+        """Decays `(C, f)`, f = F or 1, from the start of the block to each token's read."""
+        return None if self.log is None else jnp.exp(self.sums(self.across <= self.down))
+
+    def until_end(self):
+        """Decays `(C, f)` from each token's write to the end of the block."""
+        return None if self.log is None else jnp.exp(self.sums(self.across > self.down))
+
+    def whole(self):
+        """Decay `(f, 1)` of the state over the whole block."""
+        if self.log is None:
+            return None
+        if self.plan.decay == "feature":
+            every = jnp.ones((self.plan.tokens, 1), bool)
+            return jnp.exp(_sums_of_columns(self.log, every, 0))
+        return jnp.exp(jnp.sum(self.log, 1, keepdims=True))
+
+    def gradient(self, crossing: jax.Array, at_end: jax.Array) -> jax.Array:
+        """Gradient of the log decays, in their shape; see `effattn.pallas.recurrence`.
+
+        Args:
+          crossing: q dq - k dk of each token, `(C, F)`.
+          at_end: products of the state with its gradient at the end of the block, `(F, D)`.
+        """
+        assert self.log is not None
+        if self.plan.decay == "feature":
+            since = _sums(self.across >= self.down, crossing)
+            every = jnp.ones((1, at_end.shape[1]), bool)
+            gradient = since + _sums(every, at_end, 1)
+        else:
+            crossing = jnp.sum(crossing, 1, keepdims=True)
+            since = jnp.where(self.down >= self.across, crossing, 0)
+            gradient = jnp.sum(since, 0, keepdims=True) + jnp.sum(at_end)
+        return jnp.where(self.log <= FORGETS, 0, gradient)
+
+
+class Pairs:
+    """Products of queries i and decayed keys j of a block, `(C, C)`, and their gradients."""
+
+    def __init__(self, at: Decays):
+        self.plan, self.log, self.down, self.across = at.plan, at.log, at.down, at.across
+        if self.plan.decay == "feature":
+            bits = range(self.plan.tokens.bit_length() - 1)
+            self.halvings = [self._halving(at, bit) for bit in bits]
+        else:
+            self.alike = self._alike()
+
+    def _halving(self, at, bit):
+        """Return, for blocks of `2 << bit` tokens, the separated pairs and decays to the border.
+
+        The pairs are a mask `(C, C)`; the decays between a token and the border are `(C, F)`.
+        """
+        second, key_second = (self.down >> bit) & 1 == 1, (self.across >> bit) & 1 == 1
+        block = self.down >> (bit + 1) == self.across >> (bit + 1)
+        since = second & key_second & (self.across <= self.down)
+        until = ~second & ~key_second & (self.across > self.down)
+        return second & ~key_second & block, jnp.exp(at.sums(block & (since | until)))
+
+    def _alike(self):
+        """Decays `(C, C)` from j to i if all features decay equally; 0 where i comes before j."""
+        visible = self.across <= self.down
+        if self.log is None:
+            return jnp.where(visible, 1.0, 0.0)
+        logs = _sums_of_columns(jnp.where(visible, self.log, 0), self.down > self.across, 1)
+        return jnp.where(visible, jnp.exp(logs), 0)
+
+    def products(self, query, key):
+        """Returns the weights `(C, C)`, the decayed products of queries and keys."""
+        product = self.plan.dot
+        if self.plan.decay != "feature":
+            return product(query, key, (1, 1)) * self.alike
+        own = jnp.sum(query * key, 1, keepdims=True)
+        weights = jnp.where(self.down == self.across, own, 0)
+        for parted, decay in self.halvings:
+            weights += jnp.where(parted, product(query * decay, key * decay, (1, 1)), 0)
+        return weights
+
+    def gradient(self, d_products, array, contract):
+        """Returns the gradient `(C, F)` of queries or of keys from the gradient of the products.
+
+        For queries, `array` is the keys and `contract` is (1, 0); for keys, `array` is the queries
+        and `contract` is (0, 0). With decays, products of a token with itself are left out.
+        """
+        product = self.plan.dot
+        if self.plan.decay == "feature":
+            found: Any = 0
+            for parted, decay in self.halvings:
+                some = jnp.where(parted, d_products, 0)
+                found += product(some, array * decay, contract) * decay
+            return found
+        d_products *= self.alike
+        if self.log is not None:
+            d_products = jnp.where(self.down == self.across, 0, d_products)
+        return product(d_products, array, contract)
