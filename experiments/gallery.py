@@ -154,14 +154,6 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
         "regulariser": np.ones((1, 8), np.float32),
         "num_steps": 8,
     },
-    "ttt_linear": {
-        "rate": WRITES,
-        "key": UNIT,
-        "initial_weights": np.zeros((1, 8, LENGTH), np.float32),
-        "initial_bias": np.zeros((1, LENGTH), np.float32),
-        "norm_scale": np.ones((1, LENGTH), np.float32),
-        "norm_bias": np.zeros((1, LENGTH), np.float32),
-    },
     "titans": {"rate": WRITES, "key": UNIT, "momentum": 4 * WRITES, "log_decay": FORGETS},
     "mamba3": {
         "step_size": -FORGETS,
@@ -208,6 +200,11 @@ class Config:
     """Draws the pictures of the documentation."""
 
     output: Path = IMAGES  # folder for the pictures
+
+
+def has_weights(mechanism: registry.Mechanism) -> bool:
+    """False without heads, and where outputs are not linear in the values."""
+    return mechanism.takes_heads and mechanism.name != "ttt_linear"
 
 
 def small_options(mechanism: registry.Mechanism) -> dict[str, Any]:
@@ -335,8 +332,7 @@ def write_pictures(folder: Path) -> None:
         for name, pattern in PATTERNS.items()
     ]
     draw_all(folder / "patterns.png", patterns)
-    # Mechanisms without heads have no attention weights.
-    entries = [entry for entry in map(registry.get, registry.names()) if entry.takes_heads]
+    entries = [entry for entry in map(registry.get, registry.names()) if has_weights(entry)]
     mechanisms = [
         functools.partial(analysis.draw, entry.name, LENGTH, **small_options(entry))
         for entry in entries

@@ -42,8 +42,9 @@ def mixing_weights(
       `(*B, N, T, S)`, at least float32; row i holds the weights of query i over the keys.
 
     Raises:
-      ValueError: an unknown mechanism, more than `LONGEST` tokens, or a function that does not
-        return one array `(*B, T, N, Hv)`. Errors of the function pass through.
+      ValueError: an unknown mechanism, more than `LONGEST` tokens, a function that does not return
+        one array `(*B, T, N, Hv)`, or one whose outputs are not linear in the values. Errors of the
+        function pass through.
     """
     function, _, options = resolve(mechanism, options)
     query, key = jnp.asarray(query), jnp.asarray(key)
@@ -120,6 +121,11 @@ def probe(module: nnx.Module, *inputs: ArrayLike, layer: int | None, **arguments
 
 def _read(function: Callable[..., Any], query, key, value, keywords: dict[str, Any]) -> jax.Array:
     """Returns the weights `(*B, N, T, S)`, by a call of the function with identity values."""
+    if "norm_scale" in keywords:
+        raise ValueError(
+            "weights exist for mechanisms whose outputs are linear in the values, got one that "
+            "normalises what it predicts of the values (norm_scale)"
+        )
     norms = [name for name in ("window_norm", "slot_norm") if keywords.get(name) is not None]
     if norms:
         raise ValueError(

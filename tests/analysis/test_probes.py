@@ -75,6 +75,7 @@ def test_linear_attention_shows_its_effective_mixing():
 
 # Layers that do more with the outputs of the heads than project them.
 GATED = (
+    "differential",
     "retention",
     "gated_linear",
     "lightning",
@@ -198,6 +199,15 @@ def with_states(query, key, value):
     return value, None
 
 
+INNER_MODEL = {
+    "rate": np.ones((3, 1)),
+    "initial_weights": np.zeros((1, 2, 3)),
+    "initial_bias": np.zeros((1, 3)),
+    "norm_scale": np.ones((1, 3)),
+    "norm_bias": np.zeros((1, 3)),
+}
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -221,6 +231,10 @@ def with_states(query, key, value):
         (
             lambda: mixing_weights(with_states, floats(3, 1, 2), floats(3, 1, 2)),
             r"must return one array of shape \(3, 1, 3\) .* got tuple",
+        ),
+        (
+            lambda: mixing_weights("ttt_linear", floats(3, 1, 2), floats(3, 1, 2), **INNER_MODEL),
+            "outputs are linear in the values, got one that normalises",
         ),
         (
             lambda: mixing_weights("flash", floats(3, 1, 2), floats(3, 1, 2)),
