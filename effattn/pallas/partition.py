@@ -209,7 +209,7 @@ def recurrence(kernels: Any) -> Any:
         backward=_spread(kernels.backward, (_by_head, tokens, _once), gradients),
         read=_spread(kernels.read, (_by_head,), (tokens,)),
         d_query=_spread(kernels.d_query, (_by_head, tokens), (tokens,)),
-        d_key_value=_spread(kernels.d_key_value, (_once, tokens), (tokens, tokens)),
+        d_key=_spread(kernels.d_key, (_once, tokens), (tokens,)),
         correct=_spread(kernels.correct, (_by_head, _by_head), (same, same)),
         correct_back=_spread(kernels.correct_back, (_by_head, _by_head), (same, same)),
     )

@@ -140,9 +140,8 @@ class Kernels(NamedTuple):
       read: `(arrays, states) -> (B, T, heads, D)`, the output, in the dtype of `How`.
       d_query: `(arrays, states, d_out) -> (B, T, heads, F)`, the gradient of the queries. With
         decays, the part from each query's own token is left out.
-      d_key_value: `(arrays, gradients of states, d_out) -> (B, T, V, F), (B, T, V, D)`, the
-        gradients of keys and of values. With decays, the gradient of the keys leaves out the part
-        from the query of the same token.
+      d_key: `(arrays, gradients of states, d_out) -> (B, T, V, F)`, the gradient of the keys. With
+        decays, the part from the query of the same token is left out.
       correct: `(arrays, chunks of BLOCK tokens, state (B, V, F, D)) -> X (B, V, n, BLOCK, D)` and
         states.
       correct_back: the same for gradients, from the last chunk to the first.
@@ -153,7 +152,7 @@ class Kernels(NamedTuple):
     backward: Callable[..., Gradients]
     read: Callable[..., jax.Array]
     d_query: Callable[..., jax.Array]
-    d_key_value: Callable[..., tuple[jax.Array, jax.Array]]
+    d_key: Callable[..., jax.Array]
     correct: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array]]
     correct_back: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -163,7 +162,8 @@ def by_blocks(
     gradients_of_states: Callable[..., jax.Array],
     read: Callable[..., jax.Array],
     d_query: Callable[..., jax.Array],
-    d_key_value: Callable[..., tuple[jax.Array, jax.Array]],
+    d_key: Callable[..., jax.Array],
+    d_value: Callable[..., jax.Array],
 ) -> dict[str, Callable[..., Any]]:
     """`forward`, `states` and `backward` of `Kernels` by walks, and kernels for all blocks at once.
 
@@ -172,7 +172,8 @@ def by_blocks(
       gradients_of_states: `(arrays, d_out, d_state) ->` the gradients of these states.
       read: as in `Kernels`.
       d_query: as in `Kernels`.
-      d_key_value: as in `Kernels`.
+      d_key: as in `Kernels`.
+      d_value: likewise, the gradient of the values `(B, T, V, D)`.
     """
 
     def forward(how, arrays, state):
@@ -181,8 +182,8 @@ def by_blocks(
 
     def backward(how, arrays, found, d_out, d_state):
         co_states = gradients_of_states(how, arrays, d_out, d_state)
-        kernels = d_query, d_key_value
-        return _gradients_of_blocks(kernels, how, arrays, found, co_states, d_out)
+        value = d_value(how, arrays, co_states, d_out)
+        return _gradients_of_blocks((d_query, d_key), how, arrays, found, co_states, d_out, value)
 
     return {"forward": forward, "states": states, "backward": backward}
 
@@ -192,10 +193,10 @@ def _whole_state(arrays, state):
     return state[..., : arrays.key.shape[-1], : arrays.value.shape[-1]]
 
 
-def _gradients_of_blocks(kernels, how, arrays, states, co_states, d_out) -> Gradients:
-    of_query, of_key_value = kernels
+def _gradients_of_blocks(kernels, how, arrays, states, co_states, d_out, d_value) -> Gradients:
+    of_query, of_key = kernels
     d_query = of_query(how, arrays, states, d_out)
-    d_key, d_value = of_key_value(how, arrays, co_states, d_out)
+    d_key = of_key(how, arrays, co_states, d_out)
     d_log_decay = None
     if arrays.log_decay is not None:
         wide = arrays.widened()
@@ -339,13 +340,20 @@ def backward(
         found = kernels.backward(how, arrays, states, d_read, d_state)
     else:
         correction = _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state)
-        of_blocks = kernels.d_query, kernels.d_key_value
-        found = _gradients_of_blocks(of_blocks, how, arrays, states, correction.states, d_read)
+        found = _gradients_of_blocks(
+            (kernels.d_query, kernels.d_key),
+            how,
+            arrays,
+            states,
+            correction.states,
+            d_read,
+            correction.value,
+        )
     d_query, d_key, d_value, d_log_decay, d_first = found
     d_query, d_key = _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key)
     d_recalled = None
     if correction is not None:  # the kernels leave out the effect of keys on corrected values
-        d_recalled, d_value = correction.keys.recalled, correction.value
+        d_recalled = correction.keys.recalled
         d_key += correction.keys.key
         if d_log_decay is not None:
             d_log_decay += correction.keys.log_decay

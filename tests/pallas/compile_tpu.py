@@ -91,6 +91,14 @@ CASES = {
     "as many heads as fit": gated(16, 256, (), jnp.float32),
     "as many features as fit": gated(16, 256, (256,), jnp.float32),
     "delta rule": (DELTA, {**heads_of(1, 128, FLOAT), "beta": ((2, 1000, 1), FLOAT)}),
+    "the largest delta rule": (
+        DELTA,
+        {
+            **heads_of(16, 256, jnp.float32),
+            "beta": ((2, 1000, 1), jnp.float32),
+            "log_decay": ((2, 1000, 1, 256), jnp.float32),
+        },
+    ),
 }
 
 

@@ -21,6 +21,7 @@ KERNELS = {
     "as many heads as fit": 2,
     "as many features as fit": 2,
     "delta rule": 4,
+    "the largest delta rule": 4,
 }
 
 

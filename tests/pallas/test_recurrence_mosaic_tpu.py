@@ -71,9 +71,18 @@ def test_steps_are_shorter_where_memory_asks_for_it(monkeypatch):
     assert_near(with_gradients(recurrence, *args), exact(*args))
 
 
-@pytest.mark.slow
-def test_the_delta_form_agrees_with_one_token_at_a_time():
-    args = draw(130, "token", (4, 2, 2), (5, 9), form="delta")
+@pytest.mark.parametrize(
+    ("length", "decay", "heads"),
+    [
+        slow(130, "token", (4, 2, 2)),  # a step of three chunks
+        (640, "none", (1, 1, 1)),  # two steps of five chunks
+        slow(640, "feature", (2, 1, 1)),
+        slow(450, "head", (1, 1, 2)),
+        slow(700, "token", (1, 1, 1)),  # eleven steps of one chunk
+    ],
+)
+def test_the_delta_form_agrees_with_one_token_at_a_time(length, decay, heads):
+    args = draw(length, decay, heads, (5, 9), form="delta")
     assert_near(with_gradients(recurrence, *args), exact(*args))
 
 

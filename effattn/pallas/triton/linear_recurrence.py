@@ -91,10 +91,17 @@ def _d_query(how, arrays: Arrays, states, d_out):
     return _of_blocks(plan, _d_query_block, plan.heads, arrays, (states, 0), (d_out,), 0)
 
 
-def _d_key_value(how, arrays: Arrays, co_states, d_out):
+def _d_key(how, arrays: Arrays, co_states, d_out):
+    return _of_keys(how, arrays, _d_key_block, co_states, d_out, 0)
+
+
+def _d_value(how, arrays: Arrays, co_states, d_out):
+    return _of_keys(how, arrays, _d_value_block, co_states, d_out, 1)
+
+
+def _of_keys(how, arrays, kernel, co_states, d_out, axis):
     plan = plan_of(how, arrays)
-    rest = plan.value_heads, arrays, (co_states, 1), (d_out,)
-    return _of_blocks(plan, _d_key_block, *rest, 0), _of_blocks(plan, _d_value_block, *rest, 1)
+    return _of_blocks(plan, kernel, plan.value_heads, arrays, (co_states, 1), (d_out,), axis)
 
 
 def _corrected(how, arrays: Arrays, chunks, state):
@@ -106,10 +113,10 @@ def _corrected_back(how, arrays: Arrays, chunks, d_state):
 
 
 KERNELS = recurrence.Kernels(
-    **recurrence.by_blocks(_states, _gradients_of_states, _read, _d_query, _d_key_value),
+    **recurrence.by_blocks(_states, _gradients_of_states, _read, _d_query, _d_key, _d_value),
     read=_read,
     d_query=_d_query,
-    d_key_value=_d_key_value,
+    d_key=_d_key,
     correct=_corrected,
     correct_back=_corrected_back,
 )
