@@ -324,7 +324,8 @@ FUNCTIONS = {
         module={"segment_size": 4, "delta_rule": True},
     ),
     "linear": FeatureMapped(
-        variants={name: {"feature_map": name or "elu"} for name in ("", "relu", "identity")}
+        variants={name: {"feature_map": name or "elu"} for name in ("", "relu", "identity")},
+        unnormalized=frozenset({"identity"}),
     ),
     "based": FeatureMapped(initial_state=after_tokens),
     "cosformer": FeatureMapped(variants={"": {"max_length": 17}}, arguments=positive),
@@ -460,6 +461,7 @@ FUNCTIONS = {
     "rwkv7": Recurrent(arguments=removals, decays=frozenset({"log_decay"})),
     "linformer": Tiled(
         variants={"": projections((7,), 17), "by head": projections((2, 6), 19)},
+        unnormalized=frozenset({"by head"}),  # rows of 19 tokens, of which 17 are there
         cross_and_segments=False,
     ),
     "block_linformer": Tiled(
@@ -496,6 +498,7 @@ FUNCTIONS = {
             "more landmarks than queries": {"num_landmarks": 9},
         },
         self_attention=frozenset({"skip"}),
+        unnormalized=frozenset({"skip"}),
         cross_and_segments=False,
         mixes_queries=True,  # landmarks are means of queries
         least_tokens=4,

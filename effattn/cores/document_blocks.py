@@ -84,7 +84,7 @@ def reach_of(blocks: Blocks, segment_ids: jax.Array, lengths: jax.Array | None) 
     inside = positions_from_segment_ids(segment_ids)
     last = length - 1 if lengths is None else jnp.minimum(lengths, length)[..., None] - 1
     present = (segment_ids != 0) & (token <= last)
-    is_key = blocks.gather_ids(present.astype(jnp.int32)) * blocks.is_main
+    is_key = blocks.gather_ids(present.astype(jnp.int32)) * blocks.is_main.astype(jnp.int32)
     first = blocks.place - inside
     return Reach(
         counts=is_key.reshape(*blocks.first.shape, size).sum(-1, dtype=jnp.int32),
@@ -280,12 +280,16 @@ def main_keys(
       Bool `(*B, n b)`, and ids `(*B, n)`, 0 for blocks without such keys.
     """
     count, axis = blocks.first.shape[-1], of_keys.ndim - 1
-    size = of_keys.shape[-1] // count
     is_key = blocks.is_main & (of_keys != 0)
-    has_keys = folding.fold(is_key, size, axis).any(-1)
+    has_keys = folding.fold(is_key, of_keys.shape[-1] // count, axis).any(-1)
+    return is_key, jnp.where(has_keys, ids_of_blocks(blocks, row_ids), 0)
+
+
+def ids_of_blocks(blocks: Blocks, row_ids: jax.Array) -> jax.Array:
+    """Segment id `(*B, n)` of the main document of each block, from those of the tokens."""
     # The first token of a block belongs to its main document.
-    ids = folding.fold(blocks.gather_ids(row_ids), size, axis)[..., 0]
-    return is_key, jnp.where(has_keys, ids, 0)
+    size = blocks.token.shape[-1] // blocks.first.shape[-1]
+    return folding.fold(blocks.gather_ids(row_ids), size, row_ids.ndim - 1)[..., 0]
 
 
 def attend_slots(

@@ -47,10 +47,12 @@ def attend(
 
     if siblings:
         seen = _siblings(levels[:siblings], blocks, number, given.is_causal)
+        # A block of queries may have no keys itself.
+        own = document_blocks.ids_of_blocks(blocks, given.segments[0])
         folded = dataclasses.replace(
             given,
             query_lengths=None,
-            segments=(fold(of_queries), jnp.where(seen.seen, of_blocks[..., None], 0)),
+            segments=(fold(of_queries), jnp.where(seen.seen, own[..., None], 0)),
             origin=folding.example_of_blocks(number.shape[-1]),
         )
         found = hierarchy.attend(sizes, fold(blocks.token), fold(query), seen, folded)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from effattn.arrays import dtypes
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
+from effattn.cores import attention
 from effattn.decode.decoder import Decoder, Sizes
 from effattn.decode.tokens import append_to, stored
 from effattn.functional.path import attend
-from effattn.functional.softmax import dot_product_attention
 from effattn.xla.path_attention import carried
 
 
@@ -54,16 +54,16 @@ class PathDecoder(Decoder):
             key_value_seq_lengths=lengths,
             **self.options,
         )
-        cached, of_cached = dot_product_attention(
-            early,
-            state.key.astype(early.dtype),
-            state.value.astype(early.dtype),
+        before = early, state.key.astype(early.dtype), state.value.astype(early.dtype)
+        given = attention.check(
+            "path_attention",
+            *before,
             scale=1.0,
             key_value_seq_lengths=state.length,
             query_seq_lengths=lengths,
             precision=self.options.get("precision"),
-            return_residual=True,
         )
+        cached, of_cached = attention.attend(*before, given)
         out, _ = combine((out, cached), (lse, of_cached))
         present = within(lengths, key.shape[1])
         reflection, beta = (

@@ -13,7 +13,6 @@ from effattn.decode import ring
 from effattn.decode.decoder import Decoder, Sizes
 from effattn.decode.ring import RingState
 from effattn.decode.tokens import stored
-from effattn.functional.sliding_window import sliding_window_attention
 from effattn.functional.streaming import attend_far, checked_sizes
 
 
@@ -59,7 +58,8 @@ class StreamingDecoder(Decoder):
         options = {n: x for n, x in self.options.items() if n not in (*self._needs(), "sink_query")}
         keys, values, filled, after = ring.append(state.ring, key, value, lengths, window - 1)
         is_valid = within(lengths, time).astype(jnp.int32)
-        near = sliding_window_attention(
+        in_window = attention.check(
+            "streaming_attention",
             query,
             keys,
             values,
@@ -67,9 +67,9 @@ class StreamingDecoder(Decoder):
             is_causal=True,
             query_offset=slots,
             segment_ids=(is_valid, filled.astype(jnp.int32)),
-            return_residual=True,
             **ring.shift(options, state.length - slots),
         )
+        near = attention.attend(query, keys, values, in_window)
         first_keys, first_values = (
             stored(kept, new, state.length, lengths)
             for kept, new in ((state.key, key), (state.value, value))

@@ -75,8 +75,7 @@ def path_attention(
       ValueError: another number of queries than keys; and the errors of `effattn.options`.
     """
     out, lse, _ = attend(query, key, value, reflection, beta, **options)
-    lse = dtypes.logarithms(lse)
-    return (out, lse) if options.get("return_residual") else out
+    return (out, dtypes.logarithms(lse)) if options.get("return_residual") else out
 
 
 def attend(

@@ -10,6 +10,7 @@ from effattn import registry
 from effattn.cores import attention
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import ByRows, declared
+from effattn.xla import tiling
 
 _BLOCK = 128  # keys, in cumulative sums and products
 
@@ -98,6 +99,8 @@ def _from_the_end(cumulative, combine, x, neutral):
     In blocks, because XLA's own form over n entries takes O(n^2) operations on GPUs.
     """
     *rows, length = x.shape
+    if tiling.is_open(length):
+        return cumulative(x, x.ndim - 1, reverse=True)
     block = min(_BLOCK, length)
     x = jnp.pad(x, [*[(0, 0)] * len(rows), (0, -length % block)], constant_values=neutral)
     x = x.reshape(*rows, -1, block)

@@ -100,9 +100,14 @@ def example_arguments(
         "offset": (given.get("query_offset", 0), ()),
     }
     return {
-        name: None if x is None else jnp.broadcast_to(jnp.asarray(x), (*shape, *own_shape))
+        name: None if x is None else _of_examples(jnp.asarray(x), (*shape, *own_shape))
         for name, (x, own_shape) in arguments.items()
     }
+
+
+def _of_examples(x, shape):
+    """Broadcasts to a shape; without a batch, lengths may be `(1,)`, as in `jax.nn`."""
+    return jnp.broadcast_to(x[0] if shape == () and x.shape == (1,) else x, shape)
 
 
 def _pair_of_ids(ids: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:

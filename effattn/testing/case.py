@@ -32,6 +32,7 @@ class Case:
       state_and_segments: whether a bidirectional call takes a state and `segment_ids` together.
       cross_and_segments: whether a call with other keys than queries takes `segment_ids`.
       normalized: whether the weights of a query sum to 1.
+      unnormalized: labels of variants whose weights do not, where those of the others do.
       bounded: `arrays -> arrays` that keeps extreme inputs in the range where the mechanism
         promises finite results; default: all inputs.
       mixes_queries: whether a query changes the outputs of other queries.
@@ -56,6 +57,7 @@ class Case:
     state_and_segments: bool = True
     cross_and_segments: bool = True
     normalized: bool = True
+    unnormalized: frozenset[str] = frozenset()
     bounded: Callable[[dict[str, Any]], dict[str, Any]] = dict
     mixes_queries: bool = False
     least_tokens: int = 1

@@ -344,7 +344,7 @@ def extreme_values_stay_finite(subject: Subject) -> None:
             assert np.isfinite(x).all(), (label, jax.tree_util.keystr(path))
 
 
-@law(lambda subject: isinstance(subject, OfFunction) and subject.case.normalized)
+@law(lambda subject: isinstance(subject, OfFunction) and subject.is_normalized)
 def equal_keys_share_their_weight(subject: Subject) -> None:
     """With equal keys and equal values, the output is that value."""
     results, _ = subject.run_single(filled(subject.single(0), query=1.0, key=1.0, value=3.0))

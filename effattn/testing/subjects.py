@@ -46,6 +46,11 @@ class OfFunction:
         own = {*subject.case.own(subject.variant, np.random.default_rng(0), SQUARE)} - {*_INPUTS}
         self.has_mixer = not own or self.entry.mixer != "effattn.nn.SelfAttention"
 
+    @property
+    def is_normalized(self) -> bool:
+        """True if the weights of a query sum to 1."""
+        return self.case.normalized and self.subject.variant not in self.case.unnormalized
+
     def single(self, seed: int) -> Arrays:
         """Arrays of `run_single`, float32."""
         return functions.draw_plain(self.subject, seed)

@@ -108,13 +108,13 @@ def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
     ids=str,
 )
 def test_documents_are_sorted_and_cut_by_themselves(sizes, is_causal, x64):
-    """Two documents in either order, with padding between them and at the end."""
+    """Documents in either order, with padding after the first one and at the end."""
     arrays = draw()
     ids = np.zeros((2, LENGTH), np.int32)
     for row, in_order in enumerate((sizes, sizes[::-1])):
         start = 0
         for number, size in enumerate(in_order):
-            ids[row, start : start + size] = 9 - number % 2
+            ids[row, start : start + size] = 20 - number
             start += size + (number == 0)
     valid = ids != 0
     spoilt = arrays | {

@@ -173,7 +173,7 @@ OPEN_DECODING = {
     *("lsh", "aft_full", "aft_local", "aft_conv", "hyena", "long_convolution"),
     *("synthesizer", "gmlp"),
     *("synthesizer_factorized", "synthesizer_random", "synthesizer_factorized_random"),
-    *("synthesizer_mixture", "s4", "recurrent_memory"),
+    *("synthesizer_mixture", "s4", "recurrent_memory", "streaming"),
 }
 
 
