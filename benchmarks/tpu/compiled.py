@@ -147,9 +147,8 @@ def table(rows: Sequence[Row]) -> str:
         "unit in the bundles of the body.",
         "",
         "A step of exact attention has 512 queries and 512 keys, and its body is the code without "
-        "the masks. A step of a recurrence has 512 tokens, in four blocks; with decays of features "
-        "in eight blocks, and its loops have the code of two. A step of the delta rule has 64 "
-        "tokens.",
+        "the masks. A step of a recurrence has 512 tokens: four blocks, or eight with decays of "
+        "features or the delta rule. With decays of features, loops have the code of two blocks.",
         "",
         "| chip | call | kernel | bundles | of the body | matrix unit | vector unit | loads "
         "| stores | exponentials | spills | VMEM |",
