@@ -93,7 +93,7 @@ def by_device(
     results: int,
     together: int = 1,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns `function`, so that explicit mesh axes are hidden from it.
+    """Wraps `function` so that it sees no explicit mesh axes.
 
     If all axes of the mesh are explicit, each device calls the function for its part of the batch
     and the heads in `jax.shard_map`, where kernels run. If only some are, the compiler chooses, by
@@ -102,7 +102,7 @@ def by_device(
 
     Args:
       function: `(*operands) -> results`, for any part of the batch and the heads. Operands are
-        pytrees of arrays whose first axes are those of the batch, or that have fewer axes.
+        pytrees of arrays whose first axes are those of the batch, or of scalars.
       query: `(*B, T, N, H)`.
       operands: the axis of the heads of each array, from its end, or 0 for an array without heads:
         a prefix of the tree of operands, like `in_axes` of `jax.vmap`.
@@ -122,7 +122,7 @@ def by_device(
         wanted[HEADS] = wanted[HEADS][:-1]
 
     def names(shape, heads):
-        of: list[str | None] = [*batch, *[None] * (len(shape) - len(batch))][: len(shape)]
+        of: list[str | None] = [*batch, *[None] * (len(shape) - len(batch))] if shape else []
         if heads:
             of[heads] = HEADS
         return tuple(of)

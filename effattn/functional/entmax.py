@@ -103,7 +103,8 @@ def _weights(alpha, logits, allowed):
     largest = z.max(-1, keepdims=True)
     # Entries of -1 or less have no weight, since the threshold is -1 or more.
     z = jnp.maximum(jnp.where(allowed, z, largest - 1) - largest, -1)
-    # A compiler may round an entry and the largest one differently, so that none is exactly 0.
+    # A compiler may round an entry and the largest one differently, so that the largest is not
+    # exactly 0. The threshold would then be below -1, and keys at -1 would get weight.
     threshold = jnp.maximum(_threshold(alpha, z), -1)
     weights = jax.nn.relu(z - threshold)
     return jnp.where(allowed, weights if alpha == 2 else jnp.square(weights), 0)

@@ -204,8 +204,7 @@ def recurrence(kernels: Any) -> Any:
     same, tokens = _by_same_head, _of_tokens
     gradients = tokens, tokens, tokens, tokens, _by_head
     return kernels._replace(
-        forward=_spread(kernels.forward, (_by_head,), (tokens, same, same)),
-        states=_spread(kernels.states, (_by_head,), (same,)),
+        forward=_spread(kernels.forward, (_by_head,), (tokens, same)),
         backward=_spread(kernels.backward, (_by_head, tokens, _once), gradients),
         read=_spread(kernels.read, (_by_head,), (tokens,)),
         d_query=_spread(kernels.d_query, (_by_head, tokens), (tokens,)),

@@ -83,7 +83,7 @@ class Arrays(NamedTuple):
         return max(self.query.shape[2], self.value.shape[2])
 
     def widened(self) -> "Arrays":
-        """The same operands in float32, without the scale."""
+        """The same operands in float32, with the queries times the scale."""
         query, *others = jax.tree.map(lambda x: x.astype(jnp.float32), self[:4])
         return Arrays(query if self.scale is None else query * self.scale, *others)
 
@@ -127,16 +127,15 @@ class Gradients(NamedTuple):
 class Kernels(NamedTuple):
     """Kernels of one device. The first argument of each function is `How`; it is not listed here.
 
-    States at tokens that the device chooses have shape `(B, V, n, F', D')`; F' and D' include
-    padding with zeros for the device. `d_out` has float32 or 16 bits. The last five functions are
-    those of the delta form. In these, states are those before each block of `BLOCK` tokens and
-    after the last block, and gradients of states those from reads in later blocks.
+    `d_out` has float32 or 16 bits. The delta form has the last five functions. In these, states are
+    those before each block of `BLOCK` tokens and after the last block, and gradients of states
+    those from reads in later blocks, both `(B, V, n + 1, F', D')`; F' and D' include padding with
+    zeros for the device.
 
     Attributes:
       forward: `(arrays, state (B, V, F, D)) ->` the output `(B, T, heads, D)` in the dtype of
-        `How`, states, and the state after the last token.
-      states: `(arrays, state) ->` the states of `forward`.
-      backward: `(arrays, states, d_out (B, T, heads, D), d_state) -> Gradients`.
+        `How`, and the state after the last token.
+      backward: `(arrays, state, d_out (B, T, heads, D), d_state) -> Gradients`.
       read: `(arrays, states) -> (B, T, heads, D)`, the output, in the dtype of `How`.
       d_query: `(arrays, states, d_out) -> (B, T, heads, F)`, the gradient of the queries. With
         decays, the part from each query's own token is left out.
@@ -147,8 +146,7 @@ class Kernels(NamedTuple):
       correct_back: the same for gradients, from the last chunk to the first.
     """
 
-    forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    states: Callable[..., jax.Array]
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
     backward: Callable[..., Gradients]
     read: Callable[..., jax.Array]
     d_query: Callable[..., jax.Array]
@@ -165,7 +163,7 @@ def by_blocks(
     d_key: Callable[..., jax.Array],
     d_value: Callable[..., jax.Array],
 ) -> dict[str, Callable[..., Any]]:
-    """`forward`, `states` and `backward` of `Kernels` by walks, and kernels for all blocks at once.
+    """`forward` and `backward` of `Kernels`, by walks and by kernels for all blocks at once.
 
     Args:
       states: `(arrays, state) ->` the states before each block and after the last block.
@@ -178,14 +176,15 @@ def by_blocks(
 
     def forward(how, arrays, state):
         found = states(how, arrays, state)
-        return read(how, arrays, found), found, _whole_state(arrays, found[:, :, -1])
+        return read(how, arrays, found), _whole_state(arrays, found[:, :, -1])
 
-    def backward(how, arrays, found, d_out, d_state):
+    def backward(how, arrays, state, d_out, d_state):
+        found = states(how, arrays, state)
         co_states = gradients_of_states(how, arrays, d_out, d_state)
         value = d_value(how, arrays, co_states, d_out)
         return _gradients_of_blocks((d_query, d_key), how, arrays, found, co_states, d_out, value)
 
-    return {"forward": forward, "states": states, "backward": backward}
+    return {"forward": forward, "backward": backward}
 
 
 def _whole_state(arrays, state):
@@ -296,7 +295,7 @@ def forward(kernels: Kernels, config: Config, x: Inputs):
         how = how._replace(dtype=config.dtype)
     arrays = _narrow(config, x, summed)
     if summed.recalled is None:
-        read, _, state = kernels.forward(how, arrays, _one_batch(x.state, 3))
+        read, state = kernels.forward(how, arrays, _one_batch(x.state, 3))
     else:
         arrays, states = _corrected(kernels, how, x, summed, arrays)
         read, state = kernels.read(how, arrays, states), states[:, :, -1]
@@ -323,9 +322,7 @@ def backward(
         arrays, states = _corrected(kernels, how, x, summed, arrays)
         read = kernels.read(how, arrays, states) if config.normalized else None
     elif config.normalized:
-        read, states, _ = kernels.forward(how, arrays, _one_batch(x.state, 3))
-    else:
-        states = kernels.states(how, arrays, _one_batch(x.state, 3))
+        read, _ = kernels.forward(how, arrays, _one_batch(x.state, 3))
     if summed.is_output(config):
         d_read = _masked(x, d_output)
         d_own = d_least = None
@@ -337,7 +334,7 @@ def backward(
         d_read, d_own, d_least = to_read(d_output)
     d_state, correction = _one_batch(d_state, 3), None
     if summed.recalled is None:
-        found = kernels.backward(how, arrays, states, d_read, d_state)
+        found = kernels.backward(how, arrays, _one_batch(x.state, 3), d_read, d_state)
     else:
         correction = _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state)
         found = _gradients_of_blocks(

@@ -4,15 +4,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effattn
 from effattn import dispatch
+from effattn.pallas.mosaic_tpu import recurrence_steps
 from effattn.testing.functions import assert_close
 from tests.laws.sharding import collectives
-from tests.marks import slow_but_for
+from tests.marks import slow, slow_but_for
 
 pytestmark = pytest.mark.devices
 
@@ -95,6 +97,28 @@ def compiled(function, arrays, cotangent, mesh, of_keys):
     )
     result = jax.device_put(cotangent, NamedSharding(mesh, BY_HEAD))
     return program(function, "triton").lower(there, result).compile(), (there, result)
+
+
+@pytest.mark.parametrize("decay", [None, "token"])
+@pytest.mark.parametrize("heads", [8, slow(32)])
+def test_tpu_recurrences_whose_query_heads_are_on_several_devices(heads, decay, monkeypatch):
+    """On a device, a step may have more tokens than a step of the whole call would have."""
+    # The interpreter of TPUs, which finds races, cannot be partitioned.
+    monkeypatch.setattr(recurrence_steps.pltpu, "InterpretParams", lambda **_: True)
+    rng, length = np.random.default_rng(0), 512
+    query, key, value = (
+        jnp.asarray(rng.normal(size=(1, length, n, 128)) / 8, jnp.bfloat16) for n in (heads, 1, 1)
+    )
+    log_decay = -jnp.asarray(rng.uniform(size=(1, length, 1)), jnp.float32)
+    attend = functools.partial(effattn.linear_attention, is_causal=True)
+    if decay:
+        attend = functools.partial(effattn.gated_linear_attention, log_decay=log_decay)
+    arrays, out = (query, key, value), query
+    mesh = jax.make_mesh((4, 2), ("batch", "heads"), (AxisType.Auto,) * 2)
+    places = NamedSharding(mesh, P(None, None, "heads")), NamedSharding(mesh, P())
+    there = tuple(map(jax.device_put, arrays, (places[0], places[1], places[1])))
+    got = program(attend, "mosaic_tpu")(there, jax.device_put(out, places[0]))
+    assert_close(got, program(attend, "xla")(arrays, out), 0.02)
 
 
 # Pallas interprets the kernels.

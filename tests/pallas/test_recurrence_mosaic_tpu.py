@@ -134,7 +134,7 @@ def test_it_is_lowered_where_float64_is_enabled(gate):
         assert kernels_of(*given, platform="tpu") == {"tpu_custom_call"}
 
 
-@pytest.mark.parametrize(("gate", "most"), [(None, 3), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("gate", "most"), [(None, 4), (2, 2), (3, 2)])
 def test_kernels_read_and_write_few_bytes(gate, most):
     """The least is each input and each gradient of the inputs once, in the dtype of the inputs."""
     function, arrays, ids = program(jnp.bfloat16, gate, (128, 128), "pallas")

@@ -48,6 +48,7 @@ class Drawn:
     chosen: Mapping[str, Any]
     case: Case
     unused: frozenset[str]
+    variant = ""  # whose own arrays a call has
 
     entry = functions.Subject.entry
     parameters = functions.Subject.parameters

@@ -15,8 +15,8 @@ from effattn.pallas import recurrence
 from effattn.pallas.mosaic_tpu import recurrence_delta_steps, recurrence_plain
 from effattn.pallas.mosaic_tpu.recurrence_steps import LANES
 
-# Largest number of lanes of the query heads of a key head and of their output gradients; two blocks
-# of 64 tokens take 4 MB.
+# Largest number of lanes of the query heads of a value head and of their output gradients, with
+# which a block of 64 tokens of the backward fits in `recurrence_steps.BUFFERS`.
 GROUP_LANES = 8192
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256)
 
@@ -52,7 +52,6 @@ def backward(config: Config, x: Inputs, saved, d_output, d_state) -> Inputs:
 
 KERNELS = recurrence.Kernels(
     forward=recurrence_plain.forward,
-    states=recurrence_plain.states,
     backward=recurrence_plain.backward,
     read=recurrence_delta_steps.read,
     d_query=recurrence_delta_steps.d_query,

@@ -1,8 +1,10 @@
 """The delta form of the linear recurrence on TPUs; `effattn.pallas.recurrence_delta` has the rest.
 
-`_correct` and `_correct_back` go through the chunks in order. The state, or its gradient, stays in
-scratch memory and is saved before each chunk; one more step of the grid, at the end of the
-sequence, saves it there. The other kernels compute chunks in any order, from the saved states.
+`_correct` goes from the first chunk to the last, and `_correct_back` from the last to the first.
+The state, or its gradient, stays in scratch memory and is saved before each chunk. The grid has one
+more step, without tokens, for the state at the end of the sequence: the last step of `_correct`,
+and the first of `_correct_back`. The other kernels compute chunks in any order, from the saved
+states.
 """
 
 import jax

@@ -2,10 +2,10 @@
 
 Nothing is gained by blocks in parallel, as a TPU core runs programs one after the other. The state
 stays in scratch memory from step to step, so that the forward reads each array once and writes the
-output, and the state before each step: at 128 features and values in bfloat16 an eighth of what it
-reads. The backward goes through the steps in reverse. In each step it computes the states before
-the blocks again, and then goes through the blocks in reverse, with the gradient of the state in
-scratch memory. It reads each array once and writes each gradient once.
+output. The backward has two kernels. The first saves the state before each step. The second goes
+through the steps in reverse: in each it computes the states before the blocks again, and then goes
+through the blocks in reverse, with the gradient of the state in scratch memory. It reads each array
+once and writes each gradient once.
 """
 
 import functools
@@ -19,22 +19,8 @@ from effattn.pallas.mosaic_tpu.recurrence_steps import Steps
 from effattn.pallas.recurrence import Arrays, Gradients, How
 
 
-def states(how: How, arrays: Arrays, state: jax.Array) -> jax.Array:
-    """Returns the states before each step, `(B, V, steps, F, D)`."""
-    steps = Steps.of(how, arrays)
-    share = steps.plan.value_heads // steps.plan.key_heads
-    inputs = [
-        steps.tokens(arrays.key, share),
-        steps.tokens(arrays.value),
-        *steps.decays(arrays.log_decay),
-        steps.once(state),
-    ]
-    (found,) = steps.call(_walk, inputs, [steps.saved(state)], [state.shape[2:]])
-    return found
-
-
-def forward(how: How, arrays: Arrays, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the output `(B, T, heads, D)`, the states before each step, and the last state."""
+def forward(how: How, arrays: Arrays, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the output and the last state; see `effattn.pallas.recurrence.Kernels`."""
     steps = Steps.of(how, arrays)
     plan = steps.plan
     inputs = [
@@ -46,17 +32,17 @@ def forward(how: How, arrays: Arrays, state: jax.Array) -> tuple[jax.Array, jax.
     ]
     results = [
         steps.result(plan.heads, state.shape[-1], how.dtype, plan.group),
-        steps.saved(state),
         steps.once(state),
     ]
-    out, found, last = steps.call(_forward, inputs, results, [state.shape[2:]])
-    return steps.by_token(out), found, last
+    out, last = steps.call(_forward, inputs, results, [state.shape[2:]])
+    return steps.by_token(out), last
 
 
 def backward(
-    how: How, arrays: Arrays, states: jax.Array, d_out: jax.Array, d_state: jax.Array
+    how: How, arrays: Arrays, state: jax.Array, d_out: jax.Array, d_state: jax.Array
 ) -> Gradients:
-    """Returns the gradients, from the states before each step."""
+    """Returns the gradients; see `effattn.pallas.recurrence.Kernels`."""
+    states = _states(Steps.of(how, arrays), arrays, state)
     steps = Steps.of(how, arrays).reversed()
     plan, sizes = steps.plan, d_state.shape[2:]
     log_decay = steps.decays(arrays.log_decay)
@@ -88,6 +74,19 @@ def backward(
     return Gradients(d_query, d_key, d_value, d_log_decay, d_first)
 
 
+def _states(steps, arrays, state):
+    """Returns the states before each step, `(B, V, steps, F, D)`."""
+    share = steps.plan.value_heads // steps.plan.key_heads
+    inputs = [
+        steps.tokens(arrays.key, share),
+        steps.tokens(arrays.value),
+        *steps.decays(arrays.log_decay),
+        steps.once(state),
+    ]
+    (found,) = steps.call(_walk, inputs, [steps.saved(state)], [state.shape[2:]])
+    return found
+
+
 def scaled(arrays: Arrays) -> jax.Array:
     """Returns queries; XLA applies their scale."""
     query, scale = arrays.query, arrays.scale
@@ -111,9 +110,8 @@ def _walk(steps: Steps, key, value, *refs):
 
 
 def _forward(steps: Steps, query, key, value, *refs):
-    *log_decay, initial, out, saved, last, state = refs
+    *log_decay, initial, out, last, state = refs
     _start(initial, state)
-    saved[...] = state[...]
     plan = steps.plan
 
     @steps.each

@@ -93,7 +93,7 @@ class Steps:
         return self.blocks * self.plan.tokens
 
     def _at(self, n):
-        """The step of a step of the grid; the end has the last step."""
+        """The step of tokens at an index of the grid; at the end, the last step is loaded again."""
         if not self.has_end:
             return self.count - 1 - n if self.is_reversed else n
         return jnp.minimum(self._at_or_end(n), self.count - 1)
@@ -207,8 +207,8 @@ class Steps:
     def each(self, body: Callable[[Any], None], in_order: bool = True) -> None:
         """Calls `body(block)` for each block of the step, in order or in reverse.
 
-        Code of several blocks fills more slots of the bundles, but decays of features have too much
-        of it for more than two blocks.
+        The code of all blocks is in one piece, so that the compiler overlaps them. With decays of
+        features this code is long, and a loop has that of at most two blocks.
         """
         order: Any = range(self.blocks) if in_order else range(self.blocks - 1, -1, -1)
         if self.plan.decay != "feature" or self.blocks <= 2:
@@ -254,10 +254,12 @@ def _lanes(size):
 def _bytes_of_token(plan, arrays):
     """Bytes of the arrays of a token in the backward pass, which has most of them.
 
-    These are the inputs, their gradients and d_out, all but the inputs in float32.
+    These are the inputs, and in float32 their gradients and d_out.
     """
     heads = (arrays.query, plan.group), (arrays.key, 1), (arrays.value, 1)
     found = sum(n * _lanes(x.shape[-1]) * (x.dtype.itemsize + 4) for x, n in heads)
+    if arrays.scale is not None:  # XLA gives queries with a scale in float32
+        found += plan.group * _lanes(arrays.query.shape[-1]) * (4 - arrays.query.dtype.itemsize)
     found += 4 * plan.group * _lanes(arrays.value.shape[-1])
     return found + 8 * _lanes(arrays.key.shape[-1]) * (plan.decay == "feature")
 
