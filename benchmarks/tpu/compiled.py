@@ -142,9 +142,9 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         f"Calls of {BATCH} sequences of {LENGTH:,} tokens, {HEADS} heads, bfloat16, forward and "
         f"backward, compiled by libtpu for jax {jax.__version__}. The bundles of a kernel are its "
-        "code for one step of the grid; its body is the longest loop or branch in it, or all of "
-        "it. Bundles are the least cycles that code can take. Use is the share of the slots of a "
-        "unit in the bundles of the body.",
+        "code for one step of the grid; its body is the piece of it without jumps that has most of "
+        "the matrix products. Bundles are the least cycles that code can take. Use is the share of "
+        "the slots of a unit in the bundles of the body.",
         "",
         "A step of exact attention has 512 queries and 512 keys, and its body is the code without "
         "the masks. A step of a recurrence has 512 tokens: four blocks, or eight with decays of "

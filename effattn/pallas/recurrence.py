@@ -2,7 +2,8 @@
 
 XLA computes the terms once for the whole sequence, in the dtype of the sums; kernels get these
 arrays. A term that is an input of 16 bits, or for queries its product with a scalar, is not
-computed: kernels read the input, which has half of the bytes, and convert it themselves.
+computed: kernels read the input, which has half of the bytes, and convert it themselves. On TPUs,
+XLA computes queries with a scalar.
 
 Let S_t be the state, G_t its gradient from all reads at token t or later, and dy_t the gradient of
 the output:
@@ -19,14 +20,14 @@ Gradient of the log decays. A pair (token j writes, token i > j reads) decays at
 j < t <= i, so the pair contributes to the gradient of each of these log decays. The same
 contribution is part of q_i dq_i and of k_j dk_j. In the sum of q dq - k dk over the tokens from t
 to the end of the block, only the pairs within the block that cross t remain. The sum over values of
-S * G at the end of the block adds the pairs that are read in later blocks. Sums thus have at most
-`BLOCK` terms, in float32; a sum over the whole sequence would lose small terms. The pair of a query
-and its own token never decays and can be larger than all other pairs, so q dq and k dk both leave
-out this pair.
+S * G at the end of the block adds the pairs that are read in later blocks. Sums thus have as many
+terms as a block has tokens, in float32; a sum over the whole sequence would lose small terms. The
+pair of a query and its own token never decays and can be larger than all other pairs, so q dq and
+k dk both leave out this pair.
 
 The delta form is a plain recurrence of corrected values (`recurrence_delta`). One kernel computes
-the corrected values and the states, one kernel computes the gradients of states, and the other
-kernels are those of the plain recurrence.
+the corrected values and the states, and one the gradients of states. The others compute the output
+and the gradients of all blocks from these.
 
 The first token of a document has a log decay of -inf. This is safe, as all kernels exponentiate
 sums of log decays and never subtract log decays.

@@ -27,24 +27,6 @@ def heads(batch, length, of_query, of_key, size, dtype=FLOAT):
     }
 
 
-def padded(query, key, value):
-    return effattn.dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
-        score_mod=Alibi(8),
-        key_value_seq_lengths=jnp.array([2000, 77]),
-        implementation="mosaic_tpu",
-    )
-
-
-def packed(query, key, value, segment_ids):
-    return effattn.dot_product_attention(
-        query, key, value, is_causal=True, segment_ids=segment_ids, implementation="mosaic_tpu"
-    )
-
-
 def paged(query, pool, block_table):
     return effattn.paged_attention(
         query,
@@ -56,6 +38,10 @@ def paged(query, pool, block_table):
     )
 
 
+ATTEND = functools.partial(
+    effattn.dot_product_attention, is_causal=True, implementation="mosaic_tpu"
+)
+PADDED = functools.partial(ATTEND, score_mod=Alibi(8), key_value_seq_lengths=np.array([2000, 77]))
 GATED = functools.partial(effattn.gated_linear_attention, implementation="mosaic_tpu")
 DELTA = functools.partial(effattn.delta_rule_attention, implementation="mosaic_tpu")
 
@@ -72,10 +58,10 @@ def heads_of(count, size, dtype):
 
 # By name, a function and the shapes and dtypes of its arguments; those with floats have gradients.
 CASES = {
-    "size 64": (padded, heads(2, 2000, 8, 2, 64)),
-    "size 256": (padded, heads(2, 2000, 8, 2, 256)),
+    "size 64": (PADDED, heads(2, 2000, 8, 2, 64)),
+    "size 256": (PADDED, heads(2, 2000, 8, 2, 256)),
     "many packed rows": (
-        packed,
+        ATTEND,
         {**heads(4096, 256, 1, 1, 64), "segment_ids": ((4096, 256), jnp.int32)},
     ),
     "many tables": (

@@ -6,9 +6,9 @@ with a triangular matrix of ones. With one decay per feature, the block is halve
 each pair of tokens is separated once, at a border between the two tokens, as in
 `effattn.xla.recurrent_chunks`. The query has decayed since the border and the key until the border,
 each by the exponential of a sum of log decays. This sum is a product with a matrix of zeros and
-ones. A block of 64 tokens thus takes six products of 64 x 64 for the sums and six masked products
-for the weights. As 0 * -inf is NaN, a decay of zero has the finite log decay `FORGETS` in the
-kernels.
+ones. A block of 64 tokens thus takes six products with a matrix of 64 x 64 for the sums, and six
+masked products for the weights. As 0 * -inf is NaN, a decay of zero has the finite log decay
+`FORGETS` in the kernels.
 
 Products with a matrix of zeros and ones are exact up to the rounding of float32 sums. The other
 matrix is the sum of three matrices of bfloat16 (`_parts`), so they take three passes of the matrix

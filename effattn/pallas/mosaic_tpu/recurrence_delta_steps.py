@@ -80,15 +80,19 @@ def _corrected(steps, kernel, chunks, state):
     return steps.call(kernel, inputs, [steps.chunks(like), steps.at_ends(saved)], [state.shape[2:]])
 
 
+def _loaded(steps, i, log_decay, key, value):
+    """The rows of a chunk, its pairs, the decays since its start, and its keys and values."""
+    rows, at = steps.rows(i), steps.decays_of(log_decay, i)
+    return rows, Pairs(at), at.since_start(), wide(key[rows, :]), wide(value[rows, :])
+
+
 def _read_chunks(steps: Steps, query, key, value, *refs):
     *log_decay, states, out = refs
     plan = steps.plan
 
     @steps.each
     def _(i):
-        rows, at = steps.rows(i), steps.decays_of(log_decay, i)
-        pairs, since_start = Pairs(at), at.since_start()
-        keys, values = wide(key[rows, :]), wide(value[rows, :])
+        rows, pairs, since_start, keys, values = _loaded(steps, i, log_decay, key, value)
 
         def of_head(g, carry):
             queries = wide(query[g, rows, :])
@@ -106,9 +110,7 @@ def _d_query_chunks(steps: Steps, d_out, query, key, value, *refs):
 
     @steps.each
     def _(i):
-        rows, at = steps.rows(i), steps.decays_of(log_decay, i)
-        pairs, since_start = Pairs(at), at.since_start()
-        keys, values = wide(key[rows, :]), wide(value[rows, :])
+        rows, pairs, since_start, keys, values = _loaded(steps, i, log_decay, key, value)
 
         def of_head(g, carry):
             d_read = wide(d_out[g, rows, :])
