@@ -12,7 +12,7 @@ import effattn
 from benchmarks.contenders import Contender, flex, in_jax, in_torch, tokamax
 from benchmarks.gpu.cases import Case, state_space_rate
 
-IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "jax_triton", "xla")
 FLEX_EXACT = (8192, 128)  # the only exact case of FlexAttention, which compiles slowly
 
 

@@ -39,6 +39,7 @@ IMPLEMENTATIONS = dispatch.Implementations(
         "xla": "effattn.xla.linear_recurrence",
         "llvm": "effattn.llvm.linear_recurrence",
         "triton": "effattn.pallas.triton.linear_recurrence",
+        "jax_triton": "effattn.triton.linear_recurrence",
         "mosaic_tpu": "effattn.pallas.mosaic_tpu.linear_recurrence",
     },
 )

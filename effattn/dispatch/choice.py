@@ -24,9 +24,11 @@ PLATFORMS = {
     "llvm": "cpu",
     "mosaic_gpu": "cuda",
     "triton": "cuda",
+    "jax_triton": "cuda",
     "mosaic_tpu": "tpu",
 }
-ONLY_BY_NAME = frozenset({"cudnn"})  # implementations that None never chooses
+# Implementations that None never chooses: "jax_triton" has not run on a GPU yet.
+ONLY_BY_NAME = frozenset({"cudnn", "jax_triton"})
 # Fewest tokens for which kernels are faster; below, most of a kernel's tile is empty.
 _FOR_GPU, _FOR_CPU = 128, 16
 # Ranges of the compute capabilities of GPUs.

@@ -18,6 +18,7 @@ IMPLEMENTATIONS = dispatch.Implementations(
     {
         "xla": "effattn.xla.paged_attention",
         "triton": "effattn.pallas.triton.paged_attention",
+        "jax_triton": "effattn.triton.paged_attention",
         "mosaic_tpu": "effattn.pallas.mosaic_tpu.paged_attention",
     },
 )

@@ -17,6 +17,7 @@ from effattn import dispatch, patterns
 from effattn.dispatch import device
 from effattn.pallas.triton import paged_attention as paged_triton
 from effattn.testing.functions import as_float64, assert_close, to_numpy
+from effattn.triton import paged_attention as paged_jax_triton
 from tests.dense import cotangents, with_gradients
 from tests.functional.test_paged import draw as draw_pages
 from tests.pallas import block_cases, recurrence_cases, test_block_mosaic_gpu
@@ -209,8 +210,10 @@ def test_slices_may_begin_anywhere(kernel):
 # The linear recurrence
 
 compiled = functools.partial(recurrence_cases.recurrence, interpreted=False)
+by_triton = pytest.mark.parametrize("kernel", ["triton", "jax_triton"])
 
 
+@by_triton
 @pytest.mark.parametrize(
     ("length", "decay", "heads", "sizes", "normalized", "form"),
     [
@@ -226,37 +229,43 @@ compiled = functools.partial(recurrence_cases.recurrence, interpreted=False)
         (130, "feature", (2, 2, 2), (256, 64), False, "delta"),
     ],
 )
-def test_recurrences_agree_with_one_token_at_a_time(length, decay, heads, sizes, normalized, form):
+def test_recurrences_agree_with_one_token_at_a_time(
+    length, decay, heads, sizes, normalized, form, kernel
+):
     args = recurrence_cases.draw(length, decay, heads, sizes, normalized, form)
     ours = recurrence_cases.with_gradients(
-        functools.partial(compiled, normalized=normalized), *args
+        functools.partial(compiled, normalized=normalized, names=(kernel,)), *args
     )
     expected = on_cpu(recurrence_cases.exact, *args, normalized=normalized)
     recurrence_cases.assert_near(ours, expected)
 
 
+@by_triton
 @pytest.mark.parametrize(
     ("decay", "form"),
     [("token", "plain"), ("feature", "plain"), ("feature", "bonus"), ("feature", "delta")],
 )
-def test_recurrences_over_documents(decay, form):
+def test_recurrences_over_documents(decay, form, kernel):
     args = recurrence_cases.draw(103, decay, (4, 2, 2), (5, 6), False, form)
     tokens = recurrence_cases.documents()
-    ours = recurrence_cases.with_gradients(functools.partial(compiled, tokens=tokens), *args)
+    run = functools.partial(compiled, tokens=tokens, names=(kernel,))
+    ours = recurrence_cases.with_gradients(run, *args)
     recurrence_cases.assert_near(ours, on_cpu(recurrence_cases.exact, *args, tokens=tokens))
 
 
+@by_triton
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     ("decay", "form"),
     [("none", "plain"), ("token", "plain"), ("feature", "plain"), ("token", "delta")],
 )
-def test_recurrences_in_sixteen_bits(decay, form, dtype):
+def test_recurrences_in_sixteen_bits(decay, form, dtype, kernel):
     """Errors are those of the XLA form on a CPU, except that products round to TensorFloat-32."""
     terms, state = recurrence_cases.draw(300, decay, (4, 2, 2), (64, 64), form=form)
     terms = jax.tree.map(lambda x: np.asarray(x, dtype), terms)
     expected = on_cpu(recurrence_cases.exact, terms, state, ALL)
-    ours = recurrence_cases.with_gradients(compiled, terms, state)
+    run = functools.partial(compiled, names=(kernel,))
+    ours = recurrence_cases.with_gradients(run, terms, state)
     by_xla = functools.partial(recurrence_cases.recurrence, names=("xla",))
     xla = on_cpu(recurrence_cases.with_gradients, by_xla, terms, state)
     for error, other, size in recurrence_cases.errors(to_numpy(ours), xla, expected):
@@ -267,6 +276,7 @@ def test_recurrences_in_sixteen_bits(decay, form, dtype):
 # Pages
 
 
+@by_triton
 @pytest.mark.parametrize(
     "runs, queries, page_size, sizes, options",
     [
@@ -277,19 +287,21 @@ def test_recurrences_in_sixteen_bits(decay, form, dtype):
         (264, 1, 64, (128, 128), {}),
     ],
 )
-def test_pages_agree_with_xla(runs, queries, page_size, sizes, options, monkeypatch):
+def test_pages_agree_with_xla(runs, queries, page_size, sizes, options, kernel, monkeypatch):
     """NaN wherever no token is; one or several runs of pages a sequence, some of them empty."""
-    monkeypatch.setattr(paged_triton, "RUNS", runs)
-    paged_triton.paged.clear_cache()
+    for module in (paged_triton, paged_jax_triton):
+        monkeypatch.setattr(module, "RUNS", runs)
+        module.paged.clear_cache()
     lengths = [0, 1, 13, 100, 37]
     arrays, given, _ = draw_pages(lengths, queries, np.float32, page_size=page_size, sizes=sizes)
     attend = functools.partial(
         effattn.paged_attention, *arrays, **given, **options, return_residual=True
     )
-    assert_close(attend(implementation="triton"), on_cpu(attend), 1e-5)
+    assert_close(attend(implementation=kernel), on_cpu(attend), 1e-5)
 
 
-def test_pages_of_int8():
+@by_triton
+def test_pages_of_int8(kernel):
     (query, *pages), given, _ = draw_pages(
         [0, 1, 13, 100, 37], 2, np.float32, page_size=16, sizes=(32, 24)
     )
@@ -305,7 +317,7 @@ def test_pages_of_int8():
             key_scales=key_scales,
             value_scales=value_scales,
         )
-        ours = attend(implementation="triton").astype(jnp.float32)
+        ours = attend(implementation=kernel).astype(jnp.float32)
         assert_close(ours, on_cpu(attend).astype(np.float32), rtol)
 
 

@@ -1,0 +1,60 @@
+"""Kernels that a program calls through jax-triton, compiled for GPUs that need not exist."""
+
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from effattn.triton import launch
+from tests.pallas.lowering import Compiled
+
+ROOT = Path(__file__).parents[2]
+NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32", "int8": "i8"}
+NAMES["bool"] = "i1"
+
+
+def calls_of(function: Any, *arguments: Any) -> list[Any]:
+    """Module, name, types of the operands, plan and options of each kernel that a program calls."""
+    calls = []
+
+    def record(kernel, plan, grid, operands, types, warps, stages):
+        named = [x if x is None else NAMES[jnp.dtype(x.dtype).name] for x in (*operands, *types)]
+        options = {"num_warps": warps, "num_stages": stages}
+        calls.append((kernel.fn.__module__, kernel.fn.__name__, named, plan, options))
+        return [jnp.zeros(each.shape, each.dtype) for each in types]
+
+    jax.clear_caches()  # functions that are traced already would call no kernel
+    with mock.patch.object(launch, "_on_gpu", record), mock.patch.object(launch, "refusal", no):
+        jax.eval_shape(function, *arguments)
+    return list({repr(call): call for call in calls}.values())
+
+
+def no() -> None:
+    """No refusal, whether jax-triton is installed or not."""
+
+
+def compile_calls(capability: int, function: Any, *arguments: Any) -> list[Compiled]:
+    """The kernels of a program, compiled for a compute capability, such as 90."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs the triton package, which compiles the kernels")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "calls"
+        path.write_bytes(pickle.dumps(calls_of(function, *arguments)))
+        script = Path(__file__).with_name("compile_kernels.py")
+        command = [sys.executable, script, path, str(capability)]
+        # Triton caches kernels by the text of a plan, which does not have what follows from it.
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": folder}
+        environment["TRITON_DEFAULT_FP_FUSION"] = "1"
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [Compiled(*each) for each in json.loads(done.stdout)]

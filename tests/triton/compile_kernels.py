@@ -1,0 +1,54 @@
+"""Compiles Triton kernels for a GPU that need not exist, in a process of its own.
+
+Triton and JAX each bring an LLVM, and the two do not always work in one process.
+
+python compile_kernels.py CALLS CAPABILITY: prints the resources that each of the pickled calls
+takes.
+"""
+
+import importlib
+import json
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes that it keeps in memory for want of registers."""
+    tool = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
+
+
+def compiled(capability, module, name, types, plan, options):
+    kernel = getattr(importlib.import_module(module), name)
+    *operands, last = kernel.arg_names
+    signature = {
+        operand: "constexpr" if of is None else f"*{of}"
+        for operand, of in zip(operands, types, strict=True)
+    }
+    constants = {operand: None for operand, of in zip(operands, types, strict=True) if of is None}
+    pointers = {(i,): ALIGNED for i, of in enumerate(types) if of is not None}
+    source = ASTSource(kernel, signature | {last: "constexpr"}, constants | {last: plan}, pointers)
+    found = compile(source, GPUTarget("cuda", capability, 32), options)
+    products = re.findall(r"wgmma\.mma|mma\.sync|tcgen05\.mma", found.asm["ptx"])
+    stack = usage(found.asm["cubin"])["STACK"]
+    return [name, found.metadata.shared, stack, len(products)]
+
+
+if __name__ == "__main__":
+    calls = pickle.loads(Path(sys.argv[1]).read_bytes())
+    print(json.dumps([compiled(int(sys.argv[2]), *call) for call in calls]))
