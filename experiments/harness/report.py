@@ -141,11 +141,24 @@ def relative_table(summary: Mapping[str, Any]) -> str | None:
     reference = rows.get(REFERENCE)
     if reference is None or len(rows) == 1:
         return None
-    keys = ("tokens_per_second", "temporary_bytes")
+    made_by: dict[str, list[Any]] = {}
+    for run in summary["runs"]:
+        where = run.get("environment", summary.get("environment"))
+        made_by.setdefault(run["mechanism"], []).append(where)
+
+    def speed(name: str, row: Mapping[str, Any]) -> str:
+        if any(one not in made_by[REFERENCE] for one in made_by[name]):
+            return "-"
+        return f"{row['tokens_per_second'] / reference['tokens_per_second']:.2f}"
+
     cells = [
-        [name, *(f"{row[key] / reference[key]:.2f}" for key in keys)] for name, row in rows.items()
+        [name, speed(name, row), f"{row['temporary_bytes'] / reference['temporary_bytes']:.2f}"]
+        for name, row in rows.items()
     ]
-    return markdown_table(["mechanism", "training speed", "step temporaries"], cells)
+    found = markdown_table(["mechanism", "training speed", "step temporaries"], cells)
+    if all(cell != "-" for _, cell, _ in cells):
+        return found
+    return f"{found}\n\nNo speed (-): another environment than that of {REFERENCE}, see below."
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -70,7 +70,8 @@ SETTINGS = {"steps": 3, "seeds": [0, 1], "equal_parameters": True}
 
 def summary_of(runs, task=TEXT):
     rows = report.summarise(Comparison(runs, []), task.columns, task.headline)
-    return {"mechanisms": rows, "columns": task.columns, "headline": task.headline}
+    found = {"mechanisms": rows, "columns": task.columns, "headline": task.headline}
+    return {**found, "runs": runs}
 
 
 def rows_of(runs):
@@ -229,6 +230,16 @@ def test_runs_of_other_versions_are_named(tmp_path):
     write(tmp_path, [{**RUNS[0], "environment": {"effattn": "0.0.9", "jax": "0.1"}}, *RUNS[1:]])
     text = (tmp_path / "summary.md").read_text()
     assert "Made earlier, with effattn 0.0.9, jax 0.1: softmax with seed 0.\n" in text
+
+
+def test_speeds_of_different_machines_are_not_compared(tmp_path):
+    *others, last = RUNS
+    write(tmp_path, [*others, {**last, "environment": {"system": "another"}}])
+    text = (tmp_path / "summary.md").read_text()
+    *_, softmax, linear = report.relative_table(summary_of(RUNS)).splitlines()
+    speed = linear.split("|")[2]
+    assert softmax in text and linear.replace(speed, "-".rjust(len(speed) - 1) + " ") in text
+    assert "another environment than that of softmax" in text
 
 
 def test_runs_of_an_earlier_report_may_have_shared_the_machine(tmp_path):
