@@ -33,6 +33,7 @@ IMPLEMENTATIONS = dispatch.Implementations(
         "llvm": "effattn.llvm.block_attention",
         "mosaic_gpu": "effattn.pallas.mosaic_gpu.block_attention",
         "triton": "effattn.pallas.triton.block_attention",
+        "jax_triton": "effattn.triton.block_attention",
         "mosaic_tpu": "effattn.pallas.mosaic_tpu.block_attention",
     },
 )

@@ -7,13 +7,14 @@ has written. The order of the programs of a GPU is unknown, so any of these woul
 """
 
 import contextlib
+import dataclasses
 import functools
-import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import triton.language as tl
@@ -35,16 +36,16 @@ _lock = threading.Lock()  # the interpreter replaces functions of `triton.langua
 def run(
     kernel: JITFunction,
     grid: Sequence[int],
-    arrays: Sequence[np.ndarray | None],
+    operands: Sequence[Any],
     results: Sequence[np.ndarray],
     **constants: Any,
 ) -> None:
-    """Runs `kernel(*arrays, *results, **constants)` for all programs of a grid.
+    """Runs `kernel(*operands, *results, **constants)` for all programs of a grid.
 
     Args:
       kernel: function with the decorator `triton.jit`.
       grid: numbers of programs.
-      arrays: contiguous arrays, which no program may write.
+      operands: contiguous arrays, which no program may write, None, or named tuples of arrays.
       results: contiguous arrays, which programs write.
       **constants: arguments that are known when a kernel is compiled.
 
@@ -52,18 +53,18 @@ def run(
       RuntimeError: a race, or an address outside of the arrays.
     """
     function = _interpreted(kernel)
-    memory = _Memory([array for array in arrays if array is not None], results)
-    operands = [
-        None if array is None else interpreter._implicit_cvt(_Pointer(array))
-        for array in (*arrays, *results)
-    ]
+    memory = _Memory(jax.tree.leaves(list(operands)), results)
+    pointers = jax.tree.map(
+        lambda array: interpreter._implicit_cvt(_Pointer(array)), [*operands, *results]
+    )
+    constants = {name: _in_interpreter(value) for name, value in constants.items()}
     sizes = (*grid, 1, 1)[:3]
     with _lock, _watched(function, memory):
         interpreter.interpreter_builder.set_grid_dim(*sizes)
         for program, index in enumerate(np.ndindex(*sizes)):
             interpreter.interpreter_builder.set_grid_idx(*index)
             memory.program = program
-            function.rewrite()(*operands, **constants)
+            function.rewrite()(*pointers, **constants)
 
 
 class _Pointer:
@@ -78,21 +79,46 @@ class _Pointer:
 
 def _interpreted(kernel: JITFunction) -> Any:
     """The kernel, for the interpreter."""
-    return _names(kernel.fn.__module__)[kernel.fn.__name__]
+    return _names(_Scope(kernel.fn.__globals__))[kernel.fn.__name__]
+
+
+class _Scope:
+    """The names of a file, compared by identity: files that were written by a program have none."""
+
+    def __init__(self, names: dict[str, Any]):
+        self.names = names
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Scope) and self.names is other.names
+
+    def __hash__(self) -> int:
+        return id(self.names)
+
+
+def _in_interpreter(plan: Any) -> Any:
+    """A plan, whose functions in the Triton language become functions for the interpreter."""
+    if not dataclasses.is_dataclass(plan) or isinstance(plan, type):
+        return plan
+    functions = {
+        name: _interpreted(value)
+        for name, value in vars(plan).items()
+        if isinstance(value, JITFunction)
+    }
+    return dataclasses.replace(plan, **functions)
 
 
 @functools.cache
-def _names(module: str) -> dict[str, Any]:
-    """The names of a module, with its functions and constants in the form for the interpreter.
+def _names(scope: _Scope) -> dict[str, Any]:
+    """The names of a file, with its functions and constants in the form for the interpreter.
 
     They are copies, as the interpreter adds names to the file of a function. To the interpreter,
     constants are plain numbers.
     """
-    names = {**vars(sys.modules[module])}
+    names = {**scope.names}
     for name, value in names.items():
         if isinstance(value, tl.constexpr):
             names[name] = value.value
-        elif isinstance(value, JITFunction) and value.fn.__module__ != module:
+        elif isinstance(value, JITFunction) and value.fn.__globals__ is not scope.names:
             names[name] = _interpreted(value)
         elif isinstance(value, JITFunction):
             copy = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
@@ -106,7 +132,8 @@ class _Memory:
 
     def __init__(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]):
         self.program = 0
-        self._parts: list[Any] = [(x.ctypes.data, x.itemsize, x.size, None, None) for x in arrays]
+        distinct = {x.ctypes.data: x for x in arrays}.values()
+        self._parts: list[Any] = [(x.ctypes.data, x.itemsize, x.size, None, None) for x in distinct]
         for x in results:
             readers, writers = (np.full(x.size, _NOBODY, np.int64) for _ in range(2))
             self._parts.append((x.ctypes.data, x.itemsize, x.size, readers, writers))

@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,66 +37,77 @@ def precision(dtype: Any, asked: Any) -> str:
     return "tf32x3" if dtype == jnp.float32 or asked == lax.Precision.HIGHEST else "tf32"
 
 
+class Shared(NamedTuple):
+    """An operand that all examples read."""
+
+    array: jax.Array
+
+
 def call(
     kernel: Any,
     plan: Any,
     grid: tuple[int, ...],
-    arrays: Sequence[jax.Array | None],
+    operands: Sequence[Any],
     results: Sequence[tuple[tuple[int, ...], Any]],
     *,
-    shared: Sequence[jax.Array | None] = (),
     warps: int,
     stages: int,
     interpreted: bool,
 ) -> list[jax.Array]:
-    """Runs `kernel(*arrays, *shared, *results, plan)` for B examples.
+    """Runs `kernel(*operands, *results, plan)` for B examples.
 
     Under `jax.vmap` the mapped axis becomes part of B, and the kernel runs once. It runs for one
-    example of the mapped axis after the other if a shared array is mapped.
+    example of the mapped axis after the other if a shared operand is mapped.
 
     Args:
       kernel: function with the decorator `triton.jit`.
       plan: constant, whose text tells it from all other plans.
       grid: numbers of programs; the first number is that of an example.
-      arrays: operands `(B, ...)`; None stays None.
+      operands: arrays `(B, ...)`, arrays that all examples share, None, or named tuples of arrays.
+        If all are shared, B is 1.
       results: shapes, without B, and dtypes.
-      shared: operands that all examples read; None stays None.
       warps: number of warps of a program.
       stages: tiles in flight.
       interpreted: whether the kernel is interpreted.
     """
     start = _interpreted if interpreted else _on_gpu
-    all_arrays = (*arrays, *shared)
-    own = sum(array is not None for array in arrays)
+    leaves, structure = jax.tree.flatten(tuple(operands), is_leaf=lambda x: isinstance(x, Shared))
+    is_shared = [isinstance(leaf, Shared) for leaf in leaves]
 
+    # jax-triton 0.4 and jax 0.12 disagree on the removal of dead code, from which this hides calls.
     @jax.custom_batching.custom_vmap
     def run(*given):
-        batch, found = given[0].shape[0], iter(given)
-        operands = [None if array is None else next(found) for array in all_arrays]
+        batch = 1 if all(is_shared) else given[is_shared.index(False)].shape[0]
         types = [jax.ShapeDtypeStruct((batch, *shape), dtype) for shape, dtype in results]
-        return start(kernel, plan, (batch * grid[0], *grid[1:]), operands, types, warps, stages)
+        whole = jax.tree.unflatten(structure, given)
+        return start(kernel, plan, (batch * grid[0], *grid[1:]), whole, types, warps, stages)
 
     @run.def_vmap
     def _(size, is_mapped, *given):
+        mapped = [of_all and here for of_all, here in zip(is_shared, is_mapped, strict=True)]
         wide = [
-            x if is_one else jnp.broadcast_to(x, (size, *x.shape))
-            for x, is_one in zip(given[:own], is_mapped[:own], strict=True)
+            x if here or of_all else jnp.broadcast_to(x, (size, *x.shape))
+            for x, here, of_all in zip(given, is_mapped, is_shared, strict=True)
         ]
-        if any(is_mapped[own:]):
-            mapped = [x for x, is_one in zip(given[own:], is_mapped[own:], strict=True) if is_one]
+        if any(mapped):
+            own = [here or not of_all for here, of_all in zip(is_mapped, is_shared, strict=True)]
 
-            def one(x):
-                mine, of_shared = x[0], iter(x[1])
-                both = zip(given[own:], is_mapped[own:], strict=True)
-                return run(*mine, *(next(of_shared) if is_one else x for x, is_one in both))
+            def one(parts):
+                part = iter(parts)
+                both = zip(wide, own, strict=True)
+                return run(*(next(part) if is_own else x for x, is_own in both))
 
-            made = lax.map(one, (wide, mapped))
+            made = lax.map(one, [x for x, is_own in zip(wide, own, strict=True) if is_own])
         else:
-            made = run(*(x.reshape(-1, *x.shape[2:]) for x in wide), *given[own:])
-            made = [x.reshape(size, -1, *x.shape[1:]) for x in made]
+            flat = [
+                x if of_all else x.reshape(-1, *x.shape[2:])
+                for x, of_all in zip(wide, is_shared, strict=True)
+            ]
+            made = [x.reshape(size, -1, *x.shape[1:]) for x in run(*flat)]
         return made, [True] * len(made)
 
-    given = mesh_axes.vary_alike([array for array in all_arrays if array is not None])
+    given = [leaf.array if isinstance(leaf, Shared) else leaf for leaf in leaves]
+    given = mesh_axes.vary_alike(given)
     return [mesh_axes.vary_like(given[0], x) for x in run(*device.aligned(given))]
 
 
@@ -104,7 +115,7 @@ def _interpreted(kernel, plan, grid, operands, types, warps, stages):
     del warps, stages  # the interpreter has neither
 
     def on_host(operands):
-        host = [None if x is None else np.ascontiguousarray(x) for x in operands]
+        host = jax.tree.map(np.ascontiguousarray, operands)
         found = [np.zeros(each.shape, each.dtype) for each in types]
         _interpreter().run(kernel, grid, host, found, plan=plan)
         return found

@@ -102,6 +102,7 @@ def paged(
     precision = launch.precision(query.dtype, config.precision)
     plan = Plan(*sizes, runs, -(-room // runs), config.left, config.soft_cap, precision)
     of_runs = key_heads, runs, plan.rows
+    pools = keys.array, values.array, keys.scales, values.scales
     out, lse = launch.call(
         paged_kernels.paged,
         plan,
@@ -111,9 +112,9 @@ def paged(
             lengths.astype(jnp.int32),
             jnp.broadcast_to(scale, (batch,)).astype(jnp.float32),
             query,
+            *(None if x is None else launch.Shared(x) for x in pools),
         ),
         [((*of_runs, value_size), jnp.float32), (of_runs, jnp.float32)],
-        shared=(keys.array, values.array, keys.scales, values.scales),
         warps=8 if precision == "tf32x3" else 4,
         stages=3,
         interpreted=interpreted,

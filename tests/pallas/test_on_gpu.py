@@ -24,7 +24,8 @@ from tests.pallas import block_cases, recurrence_cases, test_block_mosaic_gpu
 from tests.pallas.block_cases import Case, square
 from tests.xla.test_linear_recurrence import ALL
 
-KERNELS = "triton", "mosaic_gpu"
+KERNELS = "triton", "mosaic_gpu", "jax_triton"
+by_triton = pytest.mark.parametrize("kernel", ["triton", "jax_triton"])
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +59,12 @@ def rms(x):
 # Block attention
 
 
+@by_triton
 @pytest.mark.parametrize("name", block_cases.CASES)
-def test_triton_agrees_with_float64(name):
+def test_triton_agrees_with_float64(name, kernel):
     """Checks outputs, log-sum-exps and every gradient, in float32."""
     case = block_cases.CASES[name]
-    assert_close(case.run("triton", np.float32), on_cpu(block_cases.exact, case), 1e-5)
+    assert_close(case.run(kernel, np.float32), on_cpu(block_cases.exact, case), 1e-5)
 
 
 @pytest.mark.parametrize("name", test_block_mosaic_gpu.CASES)
@@ -210,7 +212,6 @@ def test_slices_may_begin_anywhere(kernel):
 # The linear recurrence
 
 compiled = functools.partial(recurrence_cases.recurrence, interpreted=False)
-by_triton = pytest.mark.parametrize("kernel", ["triton", "jax_triton"])
 
 
 @by_triton

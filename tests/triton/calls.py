@@ -28,7 +28,7 @@ def calls_of(function: Any, *arguments: Any) -> list[Any]:
     calls = []
 
     def record(kernel, plan, grid, operands, types, warps, stages):
-        named = [x if x is None else NAMES[jnp.dtype(x.dtype).name] for x in (*operands, *types)]
+        named = jax.tree.map(lambda x: NAMES[jnp.dtype(x.dtype).name], [*operands, *types])
         options = {"num_warps": warps, "num_stages": stages}
         calls.append((kernel.fn.__module__, kernel.fn.__name__, named, plan, options))
         return [jnp.zeros(each.shape, each.dtype) for each in types]

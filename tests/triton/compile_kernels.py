@@ -36,12 +36,17 @@ def usage(cubin: bytes) -> dict[str, int]:
 def compiled(capability, module, name, types, plan, options):
     kernel = getattr(importlib.import_module(module), name)
     *operands, last = kernel.arg_names
-    signature = {
-        operand: "constexpr" if of is None else f"*{of}"
-        for operand, of in zip(operands, types, strict=True)
-    }
-    constants = {operand: None for operand, of in zip(operands, types, strict=True) if of is None}
-    pointers = {(i,): ALIGNED for i, of in enumerate(types) if of is not None}
+    signature = dict(zip(operands, types, strict=True))
+    constants = {operand: None for operand, of in signature.items() if of is None}
+    signature |= dict.fromkeys(constants, "constexpr")
+    pointers = {}
+    for place, (operand, of) in enumerate(zip(operands, types, strict=True)):
+        if isinstance(of, tuple):
+            pointers |= {(place, inner): ALIGNED for inner in range(len(of))}
+            signature[operand] = type(of)(*(f"*{one}" for one in of))
+        elif of is not None:
+            pointers[place,] = ALIGNED
+            signature[operand] = f"*{of}"
     source = ASTSource(kernel, signature | {last: "constexpr"}, constants | {last: plan}, pointers)
     found = compile(source, GPUTarget("cuda", capability, 32), options)
     products = re.findall(r"wgmma\.mma|mma\.sync|tcgen05\.mma", found.asm["ptx"])

@@ -60,3 +60,12 @@ def products(x, y, out, size: tl.constexpr):
     left, right = tl.load(x + row * size + column), tl.load(y + row * size + column)
     total = tl.dot(left, tl.trans(right)) + tl.sum(left.to(tl.float32), 1)[:, None]
     tl.store(out + row * size + column, total + tl.cumsum(total, 0, reverse=True))
+
+
+@triton.jit
+def applied(x, i, integers, numbers, out, slope, size: tl.constexpr, plan: tl.constexpr):
+    """Runs the functions of a plan on a tile of logits and positions."""
+    at = tl.arange(0, size)
+    logit, place = tl.load(x + at), tl.load(i + at)
+    tl.store(out + at, plan.f(integers, numbers, logit, place).to(tl.float32))
+    tl.store(slope + at, plan.d_f(integers, numbers, logit, place).to(tl.float32) + place * 0)

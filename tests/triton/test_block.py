@@ -1,0 +1,100 @@
+"""Block attention in the Triton language: interpreted, against float64, and compiled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn import dispatch
+from effattn.testing.functions import assert_close
+from tests.marks import slow_but_for
+from tests.pallas import block_cases
+from tests.pallas.lowering import LEAST_SHARED
+from tests.triton.calls import compile_calls
+
+pytest.importorskip("triton")
+
+QUICK = "one query", "batch axes"
+
+
+@pytest.mark.parametrize("name", slow_but_for(QUICK, block_cases.CASES))
+def test_agrees_with_float64(name):
+    """Checks outputs, log-sum-exps and every gradient, in float32."""
+    case = block_cases.CASES[name]
+    assert_close(block_cases.interpreted(case, "jax_triton"), block_cases.exact(case), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_errors_in_sixteen_bits(dtype):
+    """At most those of the 16-bit form in XLA, but for one more rounding of the weights."""
+    case = block_cases.Case(
+        block_cases.square(150), lambda: {"is_causal": True}, rounded_to=np.float16
+    )
+    (ours, _), gradients = block_cases.interpreted(case, "jax_triton", dtype)
+    (exact, _), expected = block_cases.exact(case)
+    tolerance = 2e-2 if dtype == jnp.bfloat16 else 2e-3
+    assert ours.dtype == dtype
+    found = jax.tree.map(lambda x: x.astype(np.float32), (ours, gradients))
+    assert_close(found, (exact, expected), tolerance)
+
+
+def test_a_mask_of_each_mapped_example():
+    """A mask is shared by all examples of a call, unless it is mapped."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, 20, 1, 8)).astype(np.float32) for _ in range(3))
+    mask = rng.random((2, 20, 20)) < 0.7
+
+    def attend(name, *arrays):
+        def one(query, key, value, mask):
+            return effattn.dot_product_attention(query, key, value, mask=mask, implementation=name)
+
+        return jax.vmap(one)(*arrays)
+
+    with dispatch.interpreted():
+        ours = attend("jax_triton", query, key, value, mask)
+    assert_close(ours, attend("xla", query, key, value, mask), 1e-5)
+
+
+OPTIONS = {
+    "causal": {"is_causal": True},
+    "window of documents": {
+        "local_window_size": (50, 0), "segment_ids": np.repeat([[1, 2, 3]], 100, axis=1),
+    },
+    "soft cap and a mask": {"logits_soft_cap": 5.0, "mask": np.tri(300, dtype=bool)[None, None]},
+    "a score_mod with a table": {
+        "score_mod": lambda logit, b, h, i, j: logit - jnp.arange(4.0)[h] * jnp.abs(i - j)
+    },
+    "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize(
+    ("dtype", "size", "name"),
+    [
+        *((jnp.bfloat16, size, "causal") for size in (64, 128, 256)),
+        *((jnp.float32, size, "causal") for size in (64, 128, 256)),
+        *((jnp.bfloat16, 64, name) for name in OPTIONS if name != "causal"),
+    ],
+)
+def test_compiled_it_fits_every_card(capability, dtype, size, name):
+    """Products run on tensor cores; registers hold nearly all values, but in wide float32 tiles."""
+    shapes = {"query": (1, 300, 4, size), "key": (1, 300, 2, size), "value": (1, 300, 2, size)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    attend = functools.partial(
+        effattn.dot_product_attention, **OPTIONS[name], implementation="jax_triton"
+    )
+
+    def gradients(arrays):
+        out, pull_back = jax.vjp(lambda arrays: attend(**arrays), arrays)
+        return pull_back(out)
+
+    for kernel in compile_calls(capability, gradients, arrays):
+        assert kernel.shared <= LEAST_SHARED, kernel
+        assert kernel.stack <= (512 if (dtype, size) == (jnp.float32, 256) else 128), kernel
+        assert kernel.tensor_cores > 0, kernel
