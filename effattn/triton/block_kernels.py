@@ -18,12 +18,39 @@ holds there (`plan.masks_whole`).
 import triton
 import triton.language as tl
 
+from effattn.triton.block_plan import Operands
+
 LEAST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no row computes inf - inf
 
 
 @triton.jit
-def forward(x, out, lse, lse_error, plan: tl.constexpr):
+def _named(given):
+    """The operands by name: jax-triton passes plain tuples."""
+    return Operands(
+        given[0],
+        given[1],
+        given[2],
+        given[3],
+        given[4],
+        given[5],
+        given[6],
+        given[7],
+        given[8],
+        given[9],
+        given[10],
+        given[11],
+        given[12],
+        given[13],
+        given[14],
+        given[15],
+        given[16],
+    )
+
+
+@triton.jit
+def forward(given, out, lse, lse_error, plan: tl.constexpr):
     """Computes the output, the log-sum-exp and its rounding error. Grid: query tiles, heads."""
+    x = _named(given)
     # The last query tiles come first: with causal attention they have the most work.
     b, h = tl.program_id(0) // plan.query_tiles, tl.program_id(1)
     n = plan.query_tiles - 1 - tl.program_id(0) % plan.query_tiles
@@ -75,13 +102,14 @@ def _seen(
 
 
 @triton.jit
-def d_query(x, lse, d_out, delta, gradient, d_scale, d_numbers, plan: tl.constexpr):
+def d_query(given, lse, d_out, delta, gradient, d_scale, d_numbers, plan: tl.constexpr):
     """Computes the gradient of the queries. Grid: query tiles, heads.
 
     `d_scale` `(B, T, N)` has the parts of the gradient of the scale, if it is an array, and
     `d_numbers` `(B, query tiles, N, entries)` those of the tables of the score_mod. They have one
     entry for each program otherwise.
     """
+    x = _named(given)
     b, h = tl.program_id(0) // plan.query_tiles, tl.program_id(1)
     n = plan.query_tiles - 1 - tl.program_id(0) % plan.query_tiles
     k = h // plan.group
@@ -139,8 +167,9 @@ def _d_query_of(
 
 
 @triton.jit
-def d_key_value(x, lse, d_out, delta, d_key, d_value, plan: tl.constexpr):
+def d_key_value(given, lse, d_out, delta, d_key, d_value, plan: tl.constexpr):
     """Computes the gradients of keys and values. Grid: key tiles, key heads."""
+    x = _named(given)
     b, m = tl.program_id(0) // plan.key_tiles, tl.program_id(0) % plan.key_tiles
     k = tl.program_id(1)
     key = _keys(plan, x.key, b, m, k, plan.size, plan.width)
@@ -186,13 +215,14 @@ def _d_key_of(
 
 
 @triton.jit
-def d_bias(x, kinds, lse, d_out, delta, gradient, plan: tl.constexpr):
+def d_bias(given, kinds, lse, d_out, delta, gradient, plan: tl.constexpr):
     """Computes the gradient of the bias, in its shape. Grid: tiles, heads and examples of the bias.
 
     A program sums over the axes along which the bias is broadcast, so a bias for all examples and
     heads needs no array of each. `kinds` `(B or 1, K or 1, ...)` has 0 for the tiles of a layout
     that are skipped, 1 for partial and 2 for full ones.
     """
+    x = _named(given)
     own_m = tl.program_id(0) % plan.bias_key_tiles
     own_n = tl.program_id(0) // plan.bias_key_tiles
     own_h, own_b = tl.program_id(1), tl.program_id(2)

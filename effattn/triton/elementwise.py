@@ -71,7 +71,7 @@ _EXPRESSIONS = {
     "tanh": "tanh({0})",
     "xor": "{0} ^ {1}",
 }
-_SAME = "broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "stop_gradient", "pvary"
+_SAME = "broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "reshard"
 _CALLS = "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"
 
 _HEAD = """\
@@ -303,7 +303,8 @@ class _Writer:
                 names.update(zip(eqn.outvars, results, strict=True))
                 continue
             (out,) = eqn.outvars
-            text = read[0] if primitive in _SAME else self._expression(eqn, read)
+            is_same = primitive in _SAME or (primitive == "reduce_sum" and not eqn.params["axes"])
+            text = read[0] if is_same else self._expression(eqn, read)
             names[out] = f"v{len(self.lines)}"
             self.lines.append(f"{names[out]} = {text}")
         return [name_of(atom) for atom in jaxpr.outvars]

@@ -30,7 +30,9 @@ _NAMES = {
     np.dtype("bool"): "i1",
 }
 _NOBODY, _SEVERAL = -1, -2
-_lock = threading.Lock()  # the interpreter replaces functions of `triton.language` while it runs
+# The interpreter replaces functions of `triton.language` while it runs, and XLA calls it from
+# several threads.
+_lock = threading.Lock()
 
 
 def run(
@@ -45,26 +47,27 @@ def run(
     Args:
       kernel: function with the decorator `triton.jit`.
       grid: numbers of programs.
-      operands: contiguous arrays, which no program may write, None, or named tuples of arrays.
+      operands: contiguous arrays, which no program may write, None, or tuples of arrays.
       results: contiguous arrays, which programs write.
       **constants: arguments that are known when a kernel is compiled.
 
     Raises:
       RuntimeError: a race, or an address outside of the arrays.
     """
-    function = _interpreted(kernel)
-    memory = _Memory(jax.tree.leaves(list(operands)), results)
-    pointers = jax.tree.map(
-        lambda array: interpreter._implicit_cvt(_Pointer(array)), [*operands, *results]
-    )
-    constants = {name: _in_interpreter(value) for name, value in constants.items()}
-    sizes = (*grid, 1, 1)[:3]
-    with _lock, _watched(function, memory):
-        interpreter.interpreter_builder.set_grid_dim(*sizes)
-        for program, index in enumerate(np.ndindex(*sizes)):
-            interpreter.interpreter_builder.set_grid_idx(*index)
-            memory.program = program
-            function.rewrite()(*pointers, **constants)
+    with _lock:
+        function = _interpreted(kernel)
+        memory = _Memory(jax.tree.leaves(list(operands)), results)
+        pointers = jax.tree.map(
+            lambda array: interpreter._implicit_cvt(_Pointer(array)), [*operands, *results]
+        )
+        constants = {name: _in_interpreter(value) for name, value in constants.items()}
+        sizes = (*grid, 1, 1)[:3]
+        with _watched(function, memory):
+            interpreter.interpreter_builder.set_grid_dim(*sizes)
+            for program, index in enumerate(np.ndindex(*sizes)):
+                interpreter.interpreter_builder.set_grid_idx(*index)
+                memory.program = program
+                function.rewrite()(*pointers, **constants)
 
 
 class _Pointer:

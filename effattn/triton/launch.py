@@ -63,7 +63,7 @@ def call(
       kernel: function with the decorator `triton.jit`.
       plan: constant, whose text tells it from all other plans.
       grid: numbers of programs; the first number is that of an example.
-      operands: arrays `(B, ...)`, arrays that all examples share, None, or named tuples of arrays.
+      operands: arrays `(B, ...)`, arrays that all examples share, None, or tuples of arrays.
         If all are shared, B is 1.
       results: shapes, without B, and dtypes.
       warps: number of warps of a program.

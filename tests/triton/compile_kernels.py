@@ -43,7 +43,7 @@ def compiled(capability, module, name, types, plan, options):
     for place, (operand, of) in enumerate(zip(operands, types, strict=True)):
         if isinstance(of, tuple):
             pointers |= {(place, inner): ALIGNED for inner in range(len(of))}
-            signature[operand] = type(of)(*(f"*{one}" for one in of))
+            signature[operand] = tuple(f"*{one}" for one in of)
         elif of is not None:
             pointers[place,] = ALIGNED
             signature[operand] = f"*{of}"

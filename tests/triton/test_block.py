@@ -59,17 +59,24 @@ def test_a_mask_of_each_mapped_example():
     assert_close(ours, attend("xla", query, key, value, mask), 1e-5)
 
 
+def slopes(logit, b, h, i, j):
+    return logit - jnp.asarray([1.0, 0.5, 0.25, 0.125])[h] * jnp.abs(i - j)
+
+
 OPTIONS = {
-    "causal": {"is_causal": True},
-    "window of documents": {
-        "local_window_size": (50, 0), "segment_ids": np.repeat([[1, 2, 3]], 100, axis=1),
+    "causal": lambda: {"is_causal": True},
+    "window of documents": lambda: {
+        "local_window_size": (50, 0),
+        "segment_ids": np.repeat([[1, 2, 3]], 100, axis=1),
     },
-    "soft cap and a mask": {"logits_soft_cap": 5.0, "mask": np.tri(300, dtype=bool)[None, None]},
-    "a score_mod with a table": {
-        "score_mod": lambda logit, b, h, i, j: logit - jnp.arange(4.0)[h] * jnp.abs(i - j)
+    "soft cap and a mask": lambda: {
+        "logits_soft_cap": 5.0,
+        "mask": np.tri(300, dtype=bool)[None, None],
     },
-    "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
-}  # fmt: skip
+    "bias": dict,  # an array, with a gradient
+    "a score_mod with a table": lambda: {"score_mod": slopes},
+    "dropout": lambda: {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
+}
 
 
 @pytest.mark.slow
@@ -85,9 +92,10 @@ OPTIONS = {
 def test_compiled_it_fits_every_card(capability, dtype, size, name):
     """Products run on tensor cores; registers hold nearly all values, but in wide float32 tiles."""
     shapes = {"query": (1, 300, 4, size), "key": (1, 300, 2, size), "value": (1, 300, 2, size)}
+    shapes |= {"bias": (1, 4, 300, 300)} if name == "bias" else {}
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     attend = functools.partial(
-        effattn.dot_product_attention, **OPTIONS[name], implementation="jax_triton"
+        effattn.dot_product_attention, **OPTIONS[name](), implementation="jax_triton"
     )
 
     def gradients(arrays):
