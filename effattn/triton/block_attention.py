@@ -10,7 +10,7 @@ from effattn.interfaces.block_attention import Config, Inputs
 from effattn.pallas import block_tiles, partition
 from effattn.patterns.layouts import BlockLayout
 from effattn.triton import elementwise, launch
-from effattn.triton.block_plan import LEAST, Operands, plan_of
+from effattn.triton.block_plan import LEAST, Operands, is_own, plan_of
 
 LIMITS = dispatch.Limits(
     ("float32", "bfloat16", "float16"),
@@ -156,35 +156,37 @@ class _Call:
         tables = elementwise.tables_of(arrays.tables)
         batch = arrays.query.shape[0]
         self._interpreted = bool(config.implementations.interpreted)
-        summed = batch if of_all else 0
-        self.plan = plan_of(arranged, arrays, walk, tables, of_keys=of_keys, batch=summed)
+        self.plan = plan_of(arranged, arrays, walk, tables, of_keys=of_keys, of_all=of_all)
         self.bias_sizes: Any = None if arrays.bias is None else arrays.bias.shape
 
-        def whole(array, *, is_large=False):
-            """Arrays without examples are shared; small ones are repeated under `vmap`."""
+        def operand(array, *, is_large=False):
             if array is None:
-                array = arrays.query
-            is_shared = of_all or array.shape[0] != batch or (batch == 1 and is_large)
+                return operand(arrays.query)
+            is_shared = of_all or not is_own(array, batch, is_large=is_large)
             return launch.Shared(array) if is_shared else array
 
+        def of_walk(place):
+            array = walk[place] if place < len(walk) else None
+            return operand(array, is_large=x.layout is not None)
+
         self._operands = Operands(
-            query=whole(arrays.query),
-            key=whole(arrays.key),
-            value=whole(arrays.value),
-            scale=launch.Shared(arrays.query if arrays.scale is None else arrays.scale),
-            bias=whole(arrays.bias, is_large=True),
-            mask=whole(arrays.mask, is_large=True),
-            offset=whole(arrays.offset),
-            query_positions=whole(arrays.query_positions),
-            key_positions=whole(arrays.key_positions),
-            query_ids=whole(arrays.query_ids),
-            key_ids=whole(arrays.key_ids),
+            query=operand(arrays.query),
+            key=operand(arrays.key),
+            value=operand(arrays.value),
+            bias=operand(arrays.bias, is_large=True),
+            mask=operand(arrays.mask, is_large=True),
+            scale=operand(None) if arrays.scale is None else launch.Shared(arrays.scale),
+            offset=operand(arrays.offset),
+            query_positions=operand(arrays.query_positions),
+            key_positions=operand(arrays.key_positions),
+            query_ids=operand(arrays.query_ids),
+            key_ids=operand(arrays.key_ids),
             integers=launch.Shared(tables.integers),
             numbers=launch.Shared(tables.numbers),
-            **{
-                name: whole(walk[place] if place < len(walk) else None, is_large=True)
-                for place, name in enumerate(("walk_a", "walk_b", "walk_c", "walk_d"))
-            },
+            walk_a=of_walk(0),
+            walk_b=of_walk(1),
+            walk_c=of_walk(2),
+            walk_d=of_walk(3),
         )
 
     def run(self, name, grid, rows, results):

@@ -168,6 +168,15 @@ class Plan:
         return self.has_layout
 
 
+def is_own(array: Any, batch: int, *, is_large: bool = False) -> bool:
+    """Returns whether an array has a part for each example; otherwise all examples share it.
+
+    Under `jax.vmap` own arrays that are not mapped are repeated, so a large array of a call with
+    one example is a shared one.
+    """
+    return array.shape[0] == batch and not (batch == 1 and is_large)
+
+
 def plan_of(
     arranged: block_tiles.Plan,
     arrays: Arrays,
@@ -175,7 +184,7 @@ def plan_of(
     tables: elementwise.Tables,
     *,
     of_keys: bool,
-    batch: int,
+    of_all: bool,
 ) -> Plan:
     """Returns the plan of a kernel.
 
@@ -185,8 +194,9 @@ def plan_of(
       walk: lists of visited tiles.
       tables: tables of the programs of `arranged`.
       of_keys: whether the kernel walks over queries, for a tile of keys.
-      batch: number of examples over which programs sum; 0 if a program has one example.
+      of_all: whether a program sums over all examples.
     """
+    batch = arrays.query.shape[0]
     config, layout = arranged.config, arranged.layout_tile
     rows, columns = 1, 1
     if layout is not None:
@@ -209,7 +219,7 @@ def plan_of(
         right=config.right,
         rate=float(config.dropout_rate or 0),
         precision=launch.precision(arrays.query.dtype, config.precision),
-        offset_by_example=arrays.offset.shape[0] > 1,
+        offset_by_example=is_own(arrays.offset, batch),
         has_query_positions=arrays.query_positions is not None,
         has_key_positions=arrays.key_positions is not None,
         has_query_ids=arrays.query_ids is not None,
@@ -219,7 +229,7 @@ def plan_of(
         **_strides("bias", arrays.bias),
         **_strides("mask", arrays.mask),
         has_layout=layout is not None,
-        walk_by_example=lists[0] > 1,
+        walk_by_example=is_own(walk[0], batch, is_large=layout is not None),
         walk_by_head=lists[1] > 1,
         walk_heads=lists[1],
         walk_rows=lists[2],
@@ -229,7 +239,7 @@ def plan_of(
         full_columns=walk[3].shape[-1] if layout is not None else 0,
         **functions,
         entries=launch.power_of_2(tables.numbers.size),
-        batch=batch,
+        batch=batch if of_all else 0,
     )
 
 

@@ -1,16 +1,19 @@
 """Block attention in the Triton language: interpreted, against float64, and compiled."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import effattn
 from effattn import dispatch
 from effattn.testing.functions import assert_close
-from tests.marks import slow_but_for
+from effattn.triton import launch
+from tests.marks import slow, slow_but_for
 from tests.pallas import block_cases
 from tests.pallas.lowering import LEAST_SHARED
 from tests.triton.calls import compile_calls
@@ -61,6 +64,31 @@ def test_a_mask_of_each_mapped_example():
 
 def slopes(logit, b, h, i, j):
     return logit - jnp.asarray([1.0, 0.5, 0.25, 0.125])[h] * jnp.abs(i - j)
+
+
+@pytest.mark.parametrize("differing", ["query_offset", slow("segment_ids")])
+def test_under_vmap_the_kernel_runs_once(differing):
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, 1, 20, 1, 8)).astype(np.float32) for _ in range(3))
+    options = {
+        "query_offset": np.asarray([0, 7], np.int32),
+        "segment_ids": np.repeat([[[1, 2]], [[3, 4]]], [5, 15], axis=2).astype(np.int32),
+    }
+
+    def attend(name, *arrays):
+        def one(query, key, value, option):
+            return effattn.dot_product_attention(
+                query, key, value, is_causal=True, **{differing: option}, implementation=name
+            )
+
+        return jax.vmap(one)(*arrays)
+
+    arrays = query, key, value, options[differing]
+    # Without `map`, the kernel cannot run for one example after the other.
+    without = mock.Mock(map=None, Precision=lax.Precision)
+    with dispatch.interpreted(), mock.patch.object(launch, "lax", without):
+        ours = attend("jax_triton", *arrays)
+    assert_close(ours, attend("xla", *arrays), 1e-5)
 
 
 OPTIONS = {
