@@ -19,10 +19,10 @@ LIMITS = dispatch.Limits(
 )
 
 # (queries of a tile, keys of a tile, warps) for each kernel, by (bytes of a number, width of the
-# larger head size). All fit in 99 KB of shared memory.
+# larger head size). All fit in the shared memory of their cards.
 TILES = {
-    (2, 64): {"forward": (128, 64, 4), "query": (128, 64, 8), "key": (64, 64, 4)},
-    (2, 128): {"forward": (128, 64, 8), "query": (128, 32, 8), "key": (64, 64, 8)},
+    (2, 64): {"forward": (128, 64, 8), "query": (128, 64, 8), "key": (32, 64, 4)},
+    (2, 128): {"forward": (128, 64, 8), "query": (128, 32, 8), "key": (32, 64, 8)},
     (2, 256): {"forward": (64, 32, 8), "query": (32, 32, 8), "key": (32, 32, 8)},
     (4, 64): {"forward": (128, 32, 8), "query": (32, 32, 4), "key": (32, 32, 4)},
     (4, 128): {"forward": (32, 32, 4), "query": (32, 32, 8), "key": (32, 32, 8)},

@@ -19,7 +19,8 @@ def refusal() -> str | None:
     """The reason why this machine cannot run or lower Triton kernels, or None."""
     needed = "triton" if dispatch.is_interpreted() else "jax_triton"
     if importlib.util.find_spec(needed) is None:
-        return f"needs the package {needed.replace('_', '-')}: pip install 'effattn[gpu]'"
+        name = needed.replace("_", "-")
+        return f"needs the package {name}: pip install 'effattn[gpu]', from Python 3.12 on"
     return device.triton_refusal()
 
 

@@ -1,7 +1,9 @@
 """Kernels that a program calls through jax-triton, compiled for GPUs that need not exist."""
 
+import dataclasses
 import importlib.util
 import json
+import linecache
 import os
 import pickle
 import subprocess
@@ -24,13 +26,21 @@ NAMES["bool"] = "i1"
 
 
 def calls_of(function: Any, *arguments: Any) -> list[Any]:
-    """Module, name, types of the operands, plan and options of each kernel that a program calls."""
+    """Module, name, types, plan, functions and options of each kernel that a program calls."""
     calls = []
 
     def record(kernel, plan, grid, operands, types, warps, stages):
         named = jax.tree.map(lambda x: NAMES[jnp.dtype(x.dtype).name], [*operands, *types])
         options = {"num_warps": warps, "num_stages": stages}
-        calls.append((kernel.fn.__module__, kernel.fn.__name__, named, plan, options))
+        # Functions of the user are handed on as texts.
+        texts = {
+            field: (value.fn.__name__, "".join(linecache.getlines(value.fn.__code__.co_filename)))
+            for field, value in vars(plan).items()
+            if hasattr(value, "fn")
+        }
+        plan = dataclasses.replace(plan, **dict.fromkeys(texts))
+        name = kernel.fn.__module__, kernel.fn.__name__
+        calls.append((*name, named, plan, texts, options))
         return [jnp.zeros(each.shape, each.dtype) for each in types]
 
     jax.clear_caches()  # functions that are traced already would call no kernel

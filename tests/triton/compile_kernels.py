@@ -6,6 +6,7 @@ python compile_kernels.py CALLS CAPABILITY: prints the resources that each of th
 takes.
 """
 
+import dataclasses
 import importlib
 import json
 import pickle
@@ -18,6 +19,8 @@ from pathlib import Path
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+
+from effattn.triton import elementwise
 
 ALIGNED = [["tt.divisibility", 16]]
 
@@ -33,7 +36,9 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
 
 
-def compiled(capability, module, name, types, plan, options):
+def compiled(capability, module, name, types, plan, texts, options):
+    functions = {field: elementwise._compiled(*text) for field, text in texts.items()}
+    plan = dataclasses.replace(plan, **functions)
     kernel = getattr(importlib.import_module(module), name)
     *operands, last = kernel.arg_names
     signature = dict(zip(operands, types, strict=True))

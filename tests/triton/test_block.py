@@ -91,6 +91,8 @@ def test_under_vmap_the_kernel_runs_once(differing):
     assert_close(ours, attend("xla", *arrays), 1e-5)
 
 
+# Bytes of shared memory of a program, where there are more than on the smallest cards.
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 OPTIONS = {
     "causal": lambda: {"is_causal": True},
     "window of documents": lambda: {
@@ -131,6 +133,6 @@ def test_compiled_it_fits_every_card(capability, dtype, size, name):
         return pull_back(out)
 
     for kernel in compile_calls(capability, gradients, arrays):
-        assert kernel.shared <= LEAST_SHARED, kernel
+        assert kernel.shared <= SHARED.get(capability, LEAST_SHARED), kernel
         assert kernel.stack <= (512 if (dtype, size) == (jnp.float32, 256) else 128), kernel
         assert kernel.tensor_cores > 0, kernel
