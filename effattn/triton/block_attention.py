@@ -10,7 +10,7 @@ from effattn.interfaces.block_attention import Config, Inputs
 from effattn.pallas import block_tiles, partition
 from effattn.patterns.layouts import BlockLayout
 from effattn.triton import elementwise, launch
-from effattn.triton.block_plan import LEAST, Operands, is_own, plan_of
+from effattn.triton.block_plan import Operands, is_per_example, plan_of
 
 LIMITS = dispatch.Limits(
     ("float32", "bfloat16", "float16"),
@@ -18,8 +18,8 @@ LIMITS = dispatch.Limits(
     "Ampere or later; jax-triton; tiles of multiples of 16",
 )
 
-# (queries of a tile, keys of a tile, warps) for each kernel, by (bytes of a number, width of the
-# larger head size). All fit in the shared memory of their cards.
+# (queries of a tile, keys of a tile, warps) for each kernel, by (bytes of an input, larger head
+# size, rounded up). With these tiles every kernel fits in the shared memory of its GPU.
 TILES = {
     (2, 64): {"forward": (128, 64, 8), "query": (128, 64, 8), "key": (32, 64, 4)},
     (2, 128): {"forward": (128, 64, 8), "query": (128, 32, 8), "key": (32, 64, 8)},
@@ -35,8 +35,8 @@ def refusal(config: Config, x: Inputs) -> str | None:
     if reason := block_tiles.refusal(LIMITS, config, x, any_pattern=True):
         return reason
     given = config.tile if x.layout is None else x.layout.tile
-    if given is not None and any(side % LEAST for side in given):
-        return f"takes tiles of multiples of {LEAST} queries and keys, got {given}"
+    if given is not None and any(side % launch.MIN_SIDE for side in given):
+        return f"takes tiles of multiples of {launch.MIN_SIDE} queries and keys, got {given}"
     programs = block_tiles.programs_of(config, x, jnp.float32)
     for program in programs.values():
         if program is not None and (reason := elementwise.refusal(program)):
@@ -61,7 +61,7 @@ def backward(
     config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
     """Returns the gradients of the inputs; see `effattn.pallas.triton.block_attention.backward`."""
-    # A finite log-sum-exp for rows without keys: all logits of these rows are -inf.
+    # A finite log-sum-exp for rows without keys, whose weights exp(-inf - lse) are then 0, not NaN.
     rows = [jnp.where(lse == -jnp.inf, 0, lse), d_out, delta]
     rows = [array.reshape(-1, *array.shape[x.query.ndim - 3 :]) for array in rows]
     call = _Call(config, x, "query")
@@ -92,7 +92,7 @@ def backward(
 
 def _of_constants(config, x, d_numbers):
     """Gradients of the arrays that the score_mod closes over, from the sums of all programs."""
-    arranged, arrays = block_tiles.arrange(config, x, (LEAST, LEAST))
+    arranged, arrays = block_tiles.arrange(config, x, (launch.MIN_SIDE, launch.MIN_SIDE))
     places = elementwise.tables_of(arrays.tables).places
 
     def of_constant(number, constant):
@@ -106,11 +106,10 @@ def _of_constants(config, x, d_numbers):
 
 
 def _bias_gradient(config, x, rows) -> jax.Array:
-    """The gradient in the shape and dtype of the bias, which a program sums over all examples."""
+    """Gradient of the bias, in its shape and dtype, summed over the axes it is broadcast along."""
     call = _Call(config, x, "query", of_all=True)
     plan, shape = call.plan, call.bias_sizes
-    query_tiles = plan.query_tiles if plan.bias_i else 1
-    grid = query_tiles * plan.bias_key_tiles, shape[1], shape[0]
+    grid = shape[0] * plan.bias_query_tiles * plan.bias_key_tiles, shape[1]
     kinds = rows[0] if x.layout is None else _kinds(x.layout)
     operands = [launch.Shared(array) for array in (kinds, *rows)]
     (gradient,) = call.run("d_bias", grid, operands, [(shape, jnp.float32)])
@@ -139,14 +138,14 @@ def _tile(kernel: str, config: Config, x: Inputs) -> tuple[tuple[int, int], int]
     sizes = given or [launch.power_of_2(n) for n in (x.query.shape[-3], x.key.shape[-3])]
     tile = []
     for side, size in zip(sides, sizes, strict=True):
-        while side > LEAST and size % side:
+        while side > launch.MIN_SIDE and size % side:
             side //= 2
         tile.append(side)
     return (tile[0], tile[1]), warps
 
 
 class _Call:
-    """Plan and operands of one kernel; `of_all` says that its programs sum over all examples."""
+    """Plan and operands of one kernel; `of_all` says that its programs read all examples."""
 
     def __init__(self, config: Config, x: Inputs, kernel: str, *, of_all: bool = False):
         tile, self._warps = _tile(kernel, config, x)
@@ -162,7 +161,7 @@ class _Call:
         def operand(array, *, is_large=False):
             if array is None:
                 return operand(arrays.query)
-            is_shared = of_all or not is_own(array, batch, is_large=is_large)
+            is_shared = of_all or not is_per_example(array, batch, is_large=is_large)
             return launch.Shared(array) if is_shared else array
 
         def of_walk(place):
@@ -183,10 +182,10 @@ class _Call:
             key_ids=operand(arrays.key_ids),
             integers=launch.Shared(tables.integers),
             numbers=launch.Shared(tables.numbers),
-            walk_a=of_walk(0),
-            walk_b=of_walk(1),
-            walk_c=of_walk(2),
-            walk_d=of_walk(3),
+            partial_counts=of_walk(0),
+            full_counts=of_walk(1),
+            partial_tiles=of_walk(2),
+            full_tiles=of_walk(3),
         )
 
     def run(self, name, grid, rows, results):

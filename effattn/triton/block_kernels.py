@@ -11,21 +11,23 @@ Every sum belongs to one program (no atomics), so results are deterministic bit 
 contiguous, in the shapes of `effattn.pallas.block_tiles.Arrays`; absent ones are never read. The
 first entry of a tile is an offset of 64 bits, so arrays may have any size.
 
-In a walk, whole tiles need no mask, unless a block-sparse layout says only that its element rule
-holds there (`plan.masks_whole`).
+In a walk, whole tiles need no mask. With a block-sparse layout, a whole tile leaves out only the
+pattern's rule for pairs (`partial` is False). Causality, windows, documents, masks and lengths
+still apply (`masks` is True, as `plan.masks_whole` says).
 """
 
 import triton
 import triton.language as tl
 
 from effattn.triton.block_plan import Operands
+from effattn.triton.mathematics import tanh
 
-LEAST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no row computes inf - inf
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no row computes inf - inf
 
 
 @triton.jit
 def _named(given):
-    """The operands by name: jax-triton passes plain tuples."""
+    """Returns the operands by name, in the order of `Operands`: jax-triton passes plain tuples."""
     return Operands(
         given[0],
         given[1],
@@ -56,17 +58,17 @@ def forward(given, out, lse, lse_error, plan: tl.constexpr):
     n = plan.query_tiles - 1 - tl.program_id(0) % plan.query_tiles
     k = h // plan.group
     query = _queries(plan, x.query, b, n, h, plan.size, plan.width)
-    largest, total = tl.full((plan.t,), LEAST, tl.float32), tl.zeros((plan.t,), tl.float32)
+    largest, total = tl.full((plan.t,), LOWEST, tl.float32), tl.zeros((plan.t,), tl.float32)
     mixed = tl.zeros((plan.t, plan.value_width), tl.float32)
     masked, whole, low, first = _visits(x, plan, b, k, n)
     for step in range(whole):
         m = _whole_tile(x, plan, b, k, n, step, first)
-        largest, total, mixed = _seen(
+        largest, total, mixed = _with_tile(
             x, plan, query, b, h, k, n, m, largest, total, mixed, plan.masks_whole, False
         )
     for step in range(masked):
         m = _masked_tile(x, plan, b, k, n, step, low, first, whole)
-        largest, total, mixed = _seen(
+        largest, total, mixed = _with_tile(
             x, plan, query, b, h, k, n, m, largest, total, mixed, True, True
         )
     some = tl.where(total == 0, 1.0, total)
@@ -80,7 +82,7 @@ def forward(given, out, lse, lse_error, plan: tl.constexpr):
 
 
 @triton.jit
-def _seen(
+def _with_tile(
     x, plan: tl.constexpr, query, b, h, k, n, m, largest, total, mixed,
     masks: tl.constexpr, partial: tl.constexpr,
 ):  # fmt: skip
@@ -106,8 +108,8 @@ def d_query(given, lse, d_out, delta, gradient, d_scale, d_numbers, plan: tl.con
     """Computes the gradient of the queries. Grid: query tiles, heads.
 
     `d_scale` `(B, T, N)` has the parts of the gradient of the scale, if it is an array, and
-    `d_numbers` `(B, query tiles, N, entries)` those of the tables of the score_mod. They have one
-    entry for each program otherwise.
+    `d_numbers` `(B, query tiles, N, entries)` those of the tables of the score_mod. Otherwise
+    nothing writes them.
     """
     x = _named(given)
     b, h = tl.program_id(0) // plan.query_tiles, tl.program_id(1)
@@ -216,16 +218,16 @@ def _d_key_of(
 
 @triton.jit
 def d_bias(given, kinds, lse, d_out, delta, gradient, plan: tl.constexpr):
-    """Computes the gradient of the bias, in its shape. Grid: tiles, heads and examples of the bias.
+    """Computes the gradient of the bias, in its shape. Grid: examples and tiles, heads of the bias.
 
     A program sums over the axes along which the bias is broadcast, so a bias for all examples and
     heads needs no array of each. `kinds` `(B or 1, K or 1, ...)` has 0 for the tiles of a layout
     that are skipped, 1 for partial and 2 for full ones.
     """
     x = _named(given)
-    own_m = tl.program_id(0) % plan.bias_key_tiles
-    own_n = tl.program_id(0) // plan.bias_key_tiles
-    own_h, own_b = tl.program_id(1), tl.program_id(2)
+    own_m, rest = tl.program_id(0) % plan.bias_key_tiles, tl.program_id(0) // plan.bias_key_tiles
+    own_n, own_b = rest % plan.bias_query_tiles, rest // plan.bias_query_tiles
+    own_h = tl.program_id(1)
     total = tl.zeros((plan.t, plan.s), tl.float32)
     for step in range(plan.bias_steps):
         m, rest = own_m + step % plan.steps_m, step // plan.steps_m
@@ -233,7 +235,7 @@ def d_bias(given, kinds, lse, d_out, delta, gradient, plan: tl.constexpr):
         h, b = own_h + rest % plan.steps_h, own_b + rest // plan.steps_h
         total += _d_bias_of(x, plan, kinds, lse, d_out, delta, b, h, n, m)
     row, column = own_n * plan.t + tl.arange(0, plan.t), own_m * plan.s + tl.arange(0, plan.s)
-    place = gradient + own_b.to(tl.int64) * plan.bias_b + own_h * plan.bias_h
+    place = gradient + own_b.to(tl.int64) * plan.bias_b + own_h.to(tl.int64) * plan.bias_h
     if plan.bias_i == 0:
         sums = tl.sum(total, 0)
         if plan.bias_j == 0:
@@ -278,7 +280,10 @@ def _pulled_back(
     x, plan: tl.constexpr, products, d_weights, lse, delta, b, h, n, m,
     masks: tl.constexpr, partial: tl.constexpr, transposed: tl.constexpr,
 ):  # fmt: skip
-    """Weights after dropout, and the gradients of the logits and of the scaled products."""
+    """Returns the weights after dropout, and the gradients of the logits and scaled products.
+
+    All are `(t, s)`, or `(s, t)` if transposed. `d_weights` is dO V^T.
+    """
     i, j = _positions(x, plan, b, n, m, transposed)
     logits, slope = _scored(x, plan, products, b, h, n, m, i, j, transposed)
     logits = _masked(x, plan, logits, b, h, n, m, i, j, masks, partial, transposed)
@@ -297,22 +302,25 @@ def _pulled_back(
 
 @triton.jit
 def _visits(x, plan: tl.constexpr, b, k, n):
-    """Numbers of masked and whole tiles and, without a layout, the first tile and whole tile."""
+    """Returns the numbers of masked and whole tiles, the first tile and the first whole tile.
+
+    With a layout, nothing reads the last two.
+    """
     at = _walk_row(plan, b, k, n)
     if plan.has_layout:
-        masked = tl.load(x.walk_a + at) * plan.layout_columns
-        whole = tl.load(x.walk_b + at) * plan.layout_columns
+        masked = tl.load(x.partial_counts + at) * plan.layout_columns
+        whole = tl.load(x.full_counts + at) * plan.layout_columns
         return masked, whole, masked, whole
     else:
-        low, high = tl.load(x.walk_a + at * 4), tl.load(x.walk_a + at * 4 + 1)
-        first, stop = tl.load(x.walk_a + at * 4 + 2), tl.load(x.walk_a + at * 4 + 3)
+        low, high = tl.load(x.partial_counts + at * 4), tl.load(x.partial_counts + at * 4 + 1)
+        first, stop = tl.load(x.partial_counts + at * 4 + 2), tl.load(x.partial_counts + at * 4 + 3)
         return high - low - (stop - first), stop - first, low, first
 
 
 @triton.jit
 def _masked_tile(x, plan: tl.constexpr, b, k, n, step, low, first, whole):
     if plan.has_layout:
-        return _listed(plan, x.walk_c, b, k, n, plan.partial_columns, step)
+        return _listed(plan, x.partial_tiles, b, k, n, plan.partial_columns, step)
     else:
         return tl.where(low + step < first, low + step, low + step + whole)
 
@@ -320,7 +328,7 @@ def _masked_tile(x, plan: tl.constexpr, b, k, n, step, low, first, whole):
 @triton.jit
 def _whole_tile(x, plan: tl.constexpr, b, k, n, step, first):
     if plan.has_layout:
-        return _listed(plan, x.walk_d, b, k, n, plan.full_columns, step)
+        return _listed(plan, x.full_tiles, b, k, n, plan.full_columns, step)
     else:
         return first + step
 
@@ -388,7 +396,7 @@ def _before_score(x, plan: tl.constexpr, products, b, h, n, m, transposed: tl.co
         there = _within(plan, n, m, transposed)
         logits += tl.load(x.bias + at, mask=there, other=0.0).to(tl.float32)
     if plan.soft_cap is not None:
-        bounded = _tanh(logits / plan.soft_cap)
+        bounded = tanh(logits / plan.soft_cap)
         logits, slope = plan.soft_cap * bounded, slope * (1 - bounded * bounded)
     return logits, slope
 
@@ -447,13 +455,6 @@ def _dropped(x, plan: tl.constexpr, weights, b, h, i, j):
         return weights
 
 
-@triton.jit
-def _tanh(x):
-    small = tl.exp(-2 * tl.abs(x))
-    size = (1 - small) / (1 + small)
-    return tl.where(x < 0, -size, size)
-
-
 # Reads and writes. Loads give zeros past the last token and feature.
 
 
@@ -498,7 +499,7 @@ def _pairs(
 ):  # fmt: skip
     """Offsets of a tile of an array of pairs, with strides of 0 along broadcast axes."""
     row, column = n * plan.t + tl.arange(0, plan.t), m * plan.s + tl.arange(0, plan.s)
-    first = b.to(tl.int64) * by_b + h * by_h
+    first = b.to(tl.int64) * by_b + h.to(tl.int64) * by_h
     return first + _down(row.to(tl.int64) * by_i, transposed) + _across(column * by_j, transposed)
 
 
@@ -510,7 +511,7 @@ def _within(plan: tl.constexpr, n, m, transposed: tl.constexpr):
 
 @triton.jit
 def _down(x, transposed: tl.constexpr):
-    """Numbers of queries, along the query axis of a tile."""
+    """Numbers of queries `(t,)` as `(t, 1)`, or as `(1, t)` if the tile is transposed."""
     if transposed:
         return x[None, :]
     else:
@@ -519,7 +520,7 @@ def _down(x, transposed: tl.constexpr):
 
 @triton.jit
 def _across(x, transposed: tl.constexpr):
-    """Numbers of keys, along the key axis of a tile."""
+    """Numbers of keys `(s,)` as `(1, s)`, or as `(s, 1)` if the tile is transposed."""
     if transposed:
         return x[:, None]
     else:

@@ -7,14 +7,15 @@ from effattn.pallas import block_tiles
 from effattn.pallas.block_tiles import Arrays
 from effattn.triton import elementwise, launch
 
-LEAST = 16  # smallest side of a product on tensor cores
-
 
 class Operands(NamedTuple):
     """Operands of the kernels, as in `effattn.pallas.block_tiles.Arrays`.
 
-    A kernel never reads an absent operand; another array takes its place. The lists of visited
-    tiles are `walk_a` to `walk_d`, and `integers` and `numbers` are the tables of the programs.
+    A kernel never reads an absent operand; another array takes its place. `integers` and `numbers`
+    are the tables of the programs. With a layout, the lists of visited tiles are counts of partial
+    and of full tiles, `(B or 1, K or 1, rows)`, and the indices of these tiles, with one more axis.
+    Without a layout, `partial_counts` has the four numbers of `block_tiles.walk_arrays`,
+    `(B or 1, 1, tiles, 4)`, and the others are absent.
     """
 
     query: Any
@@ -30,10 +31,10 @@ class Operands(NamedTuple):
     key_ids: Any
     integers: Any
     numbers: Any
-    walk_a: Any
-    walk_b: Any
-    walk_c: Any
-    walk_d: Any
+    partial_counts: Any
+    full_counts: Any
+    partial_tiles: Any
+    full_tiles: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +125,12 @@ class Plan:
     @property
     def width(self) -> int:
         """Features of a tile, a power of two."""
-        return max(LEAST, launch.power_of_2(self.size))
+        return max(launch.MIN_SIDE, launch.power_of_2(self.size))
 
     @property
     def value_width(self) -> int:
         """Values of a tile, a power of two."""
-        return max(LEAST, launch.power_of_2(self.value_size))
+        return max(launch.MIN_SIDE, launch.power_of_2(self.value_size))
 
     @property
     def steps_m(self) -> int:
@@ -158,6 +159,11 @@ class Plan:
         return self.key_tiles if self.bias_j else 1
 
     @property
+    def bias_query_tiles(self) -> int:
+        """Number of query tiles of the bias."""
+        return self.query_tiles if self.bias_i else 1
+
+    @property
     def kind_columns(self) -> int:
         """Number of tiles in a row of a layout."""
         return -(-self.key_tiles // self.layout_columns)
@@ -168,11 +174,11 @@ class Plan:
         return self.has_layout
 
 
-def is_own(array: Any, batch: int, *, is_large: bool = False) -> bool:
+def is_per_example(array: Any, batch: int, *, is_large: bool = False) -> bool:
     """Returns whether an array has a part for each example; otherwise all examples share it.
 
-    Under `jax.vmap` own arrays that are not mapped are repeated, so a large array of a call with
-    one example is a shared one.
+    `jax.vmap` repeats the arrays of examples that are not mapped. A large array therefore counts as
+    shared if there is one example.
     """
     return array.shape[0] == batch and not (batch == 1 and is_large)
 
@@ -194,7 +200,7 @@ def plan_of(
       walk: lists of visited tiles.
       tables: tables of the programs of `arranged`.
       of_keys: whether the kernel walks over queries, for a tile of keys.
-      of_all: whether a program sums over all examples.
+      of_all: whether a program reads all examples.
     """
     batch = arrays.query.shape[0]
     config, layout = arranged.config, arranged.layout_tile
@@ -219,7 +225,7 @@ def plan_of(
         right=config.right,
         rate=float(config.dropout_rate or 0),
         precision=launch.precision(arrays.query.dtype, config.precision),
-        offset_by_example=is_own(arrays.offset, batch),
+        offset_by_example=is_per_example(arrays.offset, batch),
         has_query_positions=arrays.query_positions is not None,
         has_key_positions=arrays.key_positions is not None,
         has_query_ids=arrays.query_ids is not None,
@@ -229,7 +235,7 @@ def plan_of(
         **_strides("bias", arrays.bias),
         **_strides("mask", arrays.mask),
         has_layout=layout is not None,
-        walk_by_example=is_own(walk[0], batch, is_large=layout is not None),
+        walk_by_example=is_per_example(walk[0], batch, is_large=layout is not None),
         walk_by_head=lists[1] > 1,
         walk_heads=lists[1],
         walk_rows=lists[2],

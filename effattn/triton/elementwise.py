@@ -24,15 +24,18 @@ NAMES = {
     "int8": "tl.int8",
     "int16": "tl.int16",
     "int32": "tl.int32",
+    "int64": "tl.int64",
     "uint8": "tl.uint8",
     "uint16": "tl.uint16",
     "uint32": "tl.uint32",
+    "uint64": "tl.uint64",
     "float16": "tl.float16",
     "bfloat16": "tl.bfloat16",
     "float32": "tl.float32",
+    "float64": "tl.float64",
 }
 
-# Primitives by the expression of their operands.
+# The expression of each primitive in the Triton language; {0}, {1} and {2} are its operands.
 _EXPRESSIONS = {
     "abs": "tl.abs({0})",
     "add": "{0} + {1}",
@@ -50,10 +53,11 @@ _EXPRESSIONS = {
     "is_finite": "{0} - {0} == 0",
     "le": "{0} <= {1}",
     "log": "tl.log({0})",
+    "log1p": "log1p({0})",
     "logistic": "1 / (1 + tl.exp(-{0}))",
     "lt": "{0} < {1}",
-    "max": "tl.maximum({0}, {1})",
-    "min": "tl.minimum({0}, {1})",
+    "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "mul": "{0} * {1}",
     "ne": "{0} != {1}",
     "neg": "-{0}",
@@ -78,12 +82,7 @@ _HEAD = """\
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def tanh(x):
-    small = tl.exp(-2 * tl.abs(x))
-    size = (1 - small) / (1 + small)
-    return tl.where(x < 0, -size, size)
+from effattn.triton.mathematics import log1p, tanh
 
 
 @triton.jit
@@ -106,7 +105,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(tables: Sequence[jax.Array]) -> Tables:
-    """Returns the tables one after the other; 32-bit integers without sign keep their bits."""
+    """Returns the tables one after the other; uint32 is stored as int32 with the same bits."""
     places, sizes = [], {True: 0, False: 0}
     parts: dict[bool, list[jax.Array]] = {True: [], False: []}
     for table in tables:
@@ -158,7 +157,7 @@ def function(
 
 @functools.cache
 def _compiled(name, text):
-    """Triton reads the source of a function from its file, so the text gets a name of a file."""
+    """Triton reads the source of a function from its file, so `linecache` gets one for the text."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     path, module = f"<effattn {name} {digest}>", f"effattn.triton.elementwise.{name}_{digest}"
     linecache.cache[path] = len(text), None, text.splitlines(keepends=True), path
@@ -190,9 +189,10 @@ def source(name: str, program: Program, places: Sequence[Any], *, derivative: bo
 def function_of_reads(program: Program, places: Sequence[Any]) -> Any:
     """A function in the Triton language that adds to the gradients of the tables of a program.
 
-    It is `add_reads(integers, numbers, totals, gradient, *scalars) -> totals`: `gradient` is that
-    of the results of the program on a tile, and `totals` has an entry for each of `numbers`, up to
-    a power of two. Only tables of floating numbers among the table arguments have gradients.
+    It is `add_reads(integers, numbers, totals, gradient, *scalars) -> totals`. `gradient` is the
+    gradient of the result of the program on a tile. `totals` are the gradients of the entries of
+    `numbers` so far, with zeros up to a power of two. Only tables of floating numbers among the
+    table arguments have gradients.
     """
     return _compiled("add_reads", _source_of_reads(program, places))
 
@@ -263,7 +263,7 @@ def _of_tiles(jaxpr):
     return found
 
 
-# A read of a table: a primitive without meaning but for the writer.
+# A read of a table: a primitive that `_Writer` turns into `tl.load`.
 _load_p = Primitive("load_of_a_table")
 _load_p.def_abstract_eval(lambda at, **options: jax.core.ShapedArray(at.shape, options["dtype"]))
 
@@ -311,27 +311,23 @@ class _Writer:
 
     def _expression(self, eqn, read):
         primitive, params = eqn.primitive.name, eqn.params
-        of, own = (atoms[0].aval.dtype for atoms in (eqn.outvars, eqn.invars))
+        of = eqn.outvars[0].aval.dtype
         if primitive in _EXPRESSIONS:
-            if of == jnp.float64 or own == jnp.float64:
-                raise Unsupported("computes in float64")
-            return _EXPRESSIONS[primitive].format(*read, type=NAMES[of.name])
+            return _EXPRESSIONS[primitive].format(*read, type=_type(of))
         if primitive == "load_of_a_table":
+            if params["dtype"].itemsize > 4:
+                raise Unsupported(f"reads an array of {params['dtype']}")
             is_number, offset = self._places[params["number"]]
             text = f"tl.load({'numbers' if is_number else 'integers'} + {offset} + {read[0]})"
             if params["dtype"] == np.uint32:
                 return f"{text}.to(tl.uint32, bitcast=True)"
-            return f"{text}.to({NAMES[params['dtype'].name]})"
+            return f"{text}.to({_type(params['dtype'])})"
         if primitive == "convert_element_type":
-            if own.name not in NAMES or of.name not in NAMES:
-                raise Unsupported(f"converts {own} to {of}")
-            return f"({read[0]} != 0)" if of == jnp.bool_ else f"{read[0]}.to({NAMES[of.name]})"
+            return f"({read[0]} != 0)" if of == jnp.bool_ else f"{read[0]}.to({_type(of)})"
         if primitive == "div":
             return f"{read[0]} {'//' if jnp.issubdtype(of, jnp.integer) else '/'} {read[1]}"
         if primitive == "not":
             return f"{read[0]} == 0" if of == jnp.bool_ else f"~{read[0]}"
-        if primitive == "log1p":  # tl.log(1 + x) loses the digits of a small x
-            return _log1p(read[0])
         if primitive == "integer_pow":
             return _power(read[0], params["y"])
         if primitive in ("shift_right_logical", "shift_right_arithmetic"):
@@ -341,12 +337,15 @@ class _Writer:
             other = {"int32": "tl.uint32", "uint32": "tl.int32"}.get(of.name)
             if other:
                 shifted = f"({read[0]}.to({other}, bitcast=True) >> {read[1]}.to({other}))"
-                return f"{shifted}.to({NAMES[of.name]}, bitcast=True)"
+                return f"{shifted}.to({_type(of)}, bitcast=True)"
         raise Unsupported(f"calls {primitive!r}, which these kernels do not have")
 
 
-def _log1p(x):
-    return f"tl.where(tl.abs({x}) < 1e-4, {x} - {x} * {x} / 2, tl.log(1 + {x}))"
+def _type(dtype):
+    """The name of a dtype in the Triton language."""
+    if dtype.name not in NAMES:
+        raise Unsupported(f"computes in {dtype}")
+    return NAMES[dtype.name]
 
 
 def _power(x, exponent):
@@ -359,12 +358,12 @@ def _power(x, exponent):
 def _literal(value):
     """A number with its type: plain numbers of Python would change the types of results."""
     array = np.asarray(value)
-    if array.size != 1 or array.dtype.name not in NAMES:
-        raise Unsupported(f"computes with a constant {array.dtype}{list(array.shape)}")
+    if array.size != 1:
+        raise Unsupported(f"computes with a constant of shape {array.shape}")
     number = array.reshape(()).item()
-    if array.dtype.kind in "fV" or array.dtype.name == "bfloat16":
+    if array.dtype.kind in "fV":
         number = float(number)
         text = repr(number) if np.isfinite(number) else f'float("{number}")'
     else:
         text = str(int(number))
-    return f"tl.full([], {text}, {NAMES[array.dtype.name]})"
+    return f"tl.full([], {text}, {_type(array.dtype)})"

@@ -1,9 +1,9 @@
 """Runs a Triton kernel on NumPy arrays, one program after the other, and finds races.
 
 Triton has an interpreter, which needs PyTorch for the arrays that a kernel gets. This module hands
-it the addresses of NumPy arrays. Every load and store is checked: it must lie within an array, no
-program may write what another one reads or writes, and no program may read a result that nothing
-has written. The order of the programs of a GPU is unknown, so any of these would be a race.
+it the addresses of NumPy arrays. Every load and store is checked: it must lie within an array, a
+program may read operands and what it has written itself, and no two programs may write the same
+entry. The order of the programs of a GPU is unknown, so anything else would be a race.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _NAMES = {
     np.dtype("int8"): "i8",
     np.dtype("bool"): "i1",
 }
-_NOBODY, _SEVERAL = -1, -2
+_NOBODY = -1
 # The interpreter replaces functions of `triton.language` while it runs, and XLA calls it from
 # several threads.
 _lock = threading.Lock()
@@ -86,7 +86,7 @@ def _interpreted(kernel: JITFunction) -> Any:
 
 
 class _Scope:
-    """The names of a file, compared by identity: files that were written by a program have none."""
+    """The global names of a function, compared by identity: a key for a cache."""
 
     def __init__(self, names: dict[str, Any]):
         self.names = names
@@ -114,7 +114,7 @@ def _in_interpreter(plan: Any) -> Any:
 def _names(scope: _Scope) -> dict[str, Any]:
     """The names of a file, with its functions and constants in the form for the interpreter.
 
-    They are copies, as the interpreter adds names to the file of a function. To the interpreter,
+    Functions are copied, as the interpreter changes their global names. To the interpreter,
     constants are plain numbers.
     """
     names = {**scope.names}
@@ -131,42 +131,37 @@ def _names(scope: _Scope) -> dict[str, Any]:
 
 
 class _Memory:
-    """Records which programs have read and written each number of the arrays."""
+    """Records which program has written each entry of the results."""
 
     def __init__(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]):
         self.program = 0
         distinct = {x.ctypes.data: x for x in arrays}.values()
-        self._parts: list[Any] = [(x.ctypes.data, x.itemsize, x.size, None, None) for x in distinct]
+        self._parts: list[Any] = [(x.ctypes.data, x.itemsize, x.size, None) for x in distinct]
         for x in results:
-            readers, writers = (np.full(x.size, _NOBODY, np.int64) for _ in range(2))
-            self._parts.append((x.ctypes.data, x.itemsize, x.size, readers, writers))
+            writers = np.full(x.size, _NOBODY, np.int64)
+            self._parts.append((x.ctypes.data, x.itemsize, x.size, writers))
 
     def read(self, addresses: np.ndarray) -> None:
-        for index, readers, writers in self._found(addresses):
-            if writers is None:
-                continue
-            if (writers[index] != self.program).any():
+        for index, writers in self._found(addresses):
+            if writers is not None and (writers[index] != self.program).any():
                 raise RuntimeError("a program reads what it has not written")
-            others = (readers[index] != _NOBODY) & (readers[index] != self.program)
-            readers[index] = np.where(others, _SEVERAL, self.program)
 
     def write(self, addresses: np.ndarray) -> None:
-        for index, readers, writers in self._found(addresses):
+        for index, writers in self._found(addresses):
             if writers is None:
                 raise RuntimeError("a program writes to an operand")
-            for by in (readers, writers):
-                if ((by[index] != _NOBODY) & (by[index] != self.program)).any():
-                    raise RuntimeError("a program writes what another one reads or writes")
+            if ((writers[index] != _NOBODY) & (writers[index] != self.program)).any():
+                raise RuntimeError("two programs write the same entry")
             writers[index] = self.program
 
     def _found(self, addresses: np.ndarray) -> Iterator[Any]:
         left: Any = addresses.size
-        for start, itemsize, size, readers, writers in self._parts:
+        for start, itemsize, size, writers in self._parts:
             offset = addresses.astype(np.int64) - start
             inside = (offset >= 0) & (offset < size * itemsize)
             if inside.any():
                 left -= np.count_nonzero(inside)
-                yield offset[inside] // itemsize, readers, writers
+                yield offset[inside] // itemsize, writers
         if left:
             raise RuntimeError("an address lies outside of all arrays")
 

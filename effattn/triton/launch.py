@@ -24,16 +24,19 @@ def refusal() -> str | None:
     return device.triton_refusal()
 
 
+MIN_SIDE = 16  # smallest side of a product on tensor cores
+
+
 def power_of_2(size: int) -> int:
     """Returns the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def precision(dtype: Any, asked: Any) -> str:
-    """Precision of products of this dtype: "tf32", or "tf32x3" for full float32.
+    """The argument `input_precision` of `tl.dot` for inputs of this dtype.
 
-    In "tf32x3" each factor is split into its TensorFloat-32 part and the rest: three products. The
-    default precision would round float32 to TensorFloat-32.
+    "tf32" rounds float32 factors to TensorFloat-32. "tf32x3" is full float32: each factor is split
+    into its TensorFloat-32 part and the rest, for three products.
     """
     return "tf32x3" if dtype == jnp.float32 or asked == lax.Precision.HIGHEST else "tf32"
 
@@ -57,25 +60,27 @@ def call(
 ) -> list[jax.Array]:
     """Runs `kernel(*operands, *results, plan)` for B examples.
 
-    Under `jax.vmap` the mapped axis becomes part of B, and the kernel runs once. It runs for one
-    example of the mapped axis after the other if a shared operand is mapped.
+    Under `jax.vmap` the mapped axis becomes part of B, and the kernel runs once. If a shared
+    operand is mapped, it runs once for each index of the mapped axis instead (`lax.map`).
 
     Args:
       kernel: function with the decorator `triton.jit`.
-      plan: constant, whose text tells it from all other plans.
-      grid: numbers of programs; the first number is that of an example.
+      plan: constant, known when the kernel is compiled. Its `repr` is a key of caches, so different
+        plans need different texts.
+      grid: numbers of programs along each axis for one example; B multiplies the first.
       operands: arrays `(B, ...)`, arrays that all examples share, None, or tuples of arrays.
         If all are shared, B is 1.
       results: shapes, without B, and dtypes.
       warps: number of warps of a program.
-      stages: tiles in flight.
+      stages: stages of the software pipeline of a loop.
       interpreted: whether the kernel is interpreted.
     """
     start = _interpreted if interpreted else _on_gpu
     leaves, structure = jax.tree.flatten(tuple(operands), is_leaf=lambda x: isinstance(x, Shared))
     is_shared = [isinstance(leaf, Shared) for leaf in leaves]
 
-    # jax-triton 0.4 and jax 0.12 disagree on the removal of dead code, from which this hides calls.
+    # This also hides the call from JAX's removal of dead code, on which jax-triton 0.4 and jax 0.12
+    # disagree.
     @jax.custom_batching.custom_vmap
     def run(*given):
         batch = 1 if all(is_shared) else given[is_shared.index(False)].shape[0]

@@ -18,7 +18,6 @@ LIMITS = dispatch.Limits(("float32", "bfloat16", "float16"), 256, "Ampere or lat
 # Largest number of features, and of values, of a tile of the state. A product in full float32 is
 # three products, whose operands take three times the registers.
 TILES = {"tf32": 64, "tf32x3": 32}
-LEAST = 16  # smallest side of a product on tensor cores
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
@@ -114,16 +113,16 @@ class Plan:
 
     @property
     def narrow(self) -> int:
-        """Number of values of such a program: its state is as large as a tile."""
-        return max(LEAST, min(self.tile_d, self.tile**2 // self.all_f))
+        """Number of values of the state slice of a program of the delta form."""
+        return max(launch.MIN_SIDE, min(self.tile_d, self.tile**2 // self.all_f))
 
     @property
     def warps(self) -> int:
-        """Number of warps, such that a thread has at most 16 entries of the state."""
+        """Number of warps: a thread has at most 16 entries of a tile, 32 of a state slice."""
         return 8 if self.tile_f == self.tile_d == 64 else 4
 
     def _side(self, size: int) -> int:
-        return max(LEAST, min(self.tile, launch.power_of_2(size)))
+        return max(launch.MIN_SIDE, min(self.tile, launch.power_of_2(size)))
 
 
 def _plan(how: How, arrays: Arrays, kept_features: int = 1) -> Plan:

@@ -16,7 +16,6 @@ from effattn.interfaces.paged_attention import Config, Pages
 from effattn.triton import launch
 
 RUNS = 264  # target number of programs: two for each multiprocessor of the largest GPUs
-ROWS = 16  # smallest side of a product on tensor cores
 LIMITS = dispatch.Limits(
     ("float32", "bfloat16", "float16"),
     256,
@@ -31,7 +30,7 @@ def refusal(query: jax.Array, keys: Pages, values: Pages, *_) -> str | None:
         return reason
     if values.array.dtype not in (query.dtype, jnp.int8):
         return f"takes values in the dtype of the query or int8, got {values.array.dtype}"
-    if page < ROWS or page & (page - 1) or page > 256:
+    if page < launch.MIN_SIDE or page & (page - 1) or page > 256:
         return f"takes pages of 16 to 256 tokens, a power of two, got {page}"
     if 0 in query.shape:
         return f"takes at least one query, got shape {query.shape}"
@@ -67,17 +66,17 @@ class Plan:
     @property
     def rows(self) -> int:
         """R, a power of two."""
-        return max(ROWS, launch.power_of_2(self.group * self.queries))
+        return max(launch.MIN_SIDE, launch.power_of_2(self.group * self.queries))
 
     @property
     def width(self) -> int:
         """Features of a tile, a power of two."""
-        return max(ROWS, launch.power_of_2(self.size))
+        return max(launch.MIN_SIDE, launch.power_of_2(self.size))
 
     @property
     def value_width(self) -> int:
         """Values of a tile, a power of two."""
-        return max(ROWS, launch.power_of_2(self.value_size))
+        return max(launch.MIN_SIDE, launch.power_of_2(self.value_size))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -14,7 +14,9 @@ its key head and query r % T.
 import triton
 import triton.language as tl
 
-LEAST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no row computes inf - inf
+from effattn.triton.mathematics import tanh
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no row computes inf - inf
 
 
 @triton.jit
@@ -32,7 +34,7 @@ def paged(
     last = tl.minimum(first + plan.pages_of_run, tl.cdiv(length, plan.page))
     if plan.left is not None:
         first = tl.maximum(first, tl.maximum(length - plan.queries - plan.left, 0) // plan.page)
-    largest = tl.full((plan.rows,), LEAST, tl.float32)
+    largest = tl.full((plan.rows,), LOWEST, tl.float32)
     total = tl.zeros((plan.rows,), tl.float32)
     mixed = tl.zeros((plan.rows, plan.value_width), tl.float32)
     for m in range(first, last):
@@ -42,7 +44,7 @@ def paged(
         key = key.to(queries.dtype)
         logits = tl.dot(queries, tl.trans(key), input_precision=plan.precision) * multiplier
         if plan.soft_cap is not None:
-            logits = plan.soft_cap * _tanh(logits / plan.soft_cap)
+            logits = plan.soft_cap * tanh(logits / plan.soft_cap)
         allowed = at[None, :] <= position[:, None]
         if plan.left is not None:
             allowed &= at[None, :] >= position[:, None] - plan.left
@@ -89,11 +91,3 @@ def _page(
         scale = tl.load(scales + of_token, mask=present, other=0.0)
         entries = entries.to(tl.float32) * scale[:, None]
     return entries
-
-
-@triton.jit
-def _tanh(x):
-    """tanh(x), whose exponential never overflows."""
-    small = tl.exp(-2 * tl.abs(x))
-    size = (1 - small) / (1 + small)
-    return tl.where(x < 0, -size, size)

@@ -40,13 +40,13 @@ def walk(key, value, log_decay, initial, states, plan: tl.constexpr):
     b, v, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     f, d = tile // plan.tiles_d, tile % plan.tiles_d
     state = _load_initial(plan, initial, b, v, f, d)
-    tl.store(_state(plan, states, b, v, 0, f, d), state)
+    tl.store(_state_pointers(plan, states, b, v, 0, f, d), state)
     for n in range(plan.blocks):
         # The state after the block: what is left of it, and what the tokens of the block write.
         keys = _until_end(plan, log_decay, b, n, v, f, _keys(plan, key, b, n, v, f))
         written = _dot(plan, tl.trans(keys), _values(plan, value, b, n, v, d))
         state = _over_block(plan, log_decay, b, n, v, f, state) + written
-        tl.store(_state(plan, states, b, v, n + 1, f, d), state)
+        tl.store(_state_pointers(plan, states, b, v, n + 1, f, d), state)
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def walk_back(query, scale, d_out, log_decay, last, co_states, plan: tl.constexp
     b, v, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     f, d = tile // plan.tiles_d, tile % plan.tiles_d
     co_state = _load_initial(plan, last, b, v, f, d)
-    tl.store(_state(plan, co_states, b, v, plan.blocks, f, d), co_state)
+    tl.store(_state_pointers(plan, co_states, b, v, plan.blocks, f, d), co_state)
     for step in range(plan.blocks):
         n = plan.blocks - 1 - step
         co_state = _over_block(plan, log_decay, b, n, v, f, co_state)
@@ -64,7 +64,7 @@ def walk_back(query, scale, d_out, log_decay, last, co_states, plan: tl.constexp
             queries = _queries(plan, query, scale, b, n, h, f)
             queries = _since_start(plan, log_decay, b, n, v, f, queries)
             co_state += _dot(plan, tl.trans(queries), _outputs(plan, d_out, b, n, h, d))
-        tl.store(_state(plan, co_states, b, v, n, f, d), co_state)
+        tl.store(_state_pointers(plan, co_states, b, v, n, f, d), co_state)
 
 
 # Walks of the delta form, see `effattn.pallas.recurrence_delta`: X = value - recalled S and
@@ -73,7 +73,7 @@ def walk_back(query, scale, d_out, log_decay, last, co_states, plan: tl.constexp
 
 @triton.jit
 def correct(recalled, key, kept, value, initial, corrected, states, plan: tl.constexpr):
-    """Writes corrected values `(B, V, n, C, D)`, and saves the states before each block."""
+    """Writes corrected values `(B, V, n, C, D)`, and saves the states as `walk` does."""
     b, v, d = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     state = _load_slice(plan, initial, b, v, d)
     _store_slice(plan, states, b, v, 0, d, state)
@@ -86,7 +86,10 @@ def correct(recalled, key, kept, value, initial, corrected, states, plan: tl.con
 def correct_back(
     recalled, key, kept, query, value, d_out, last, corrected, co_states, plan: tl.constexpr
 ):
-    """The same for gradients, from the last block to the first; S' also gets query^T d_out."""
+    """Writes gradients of corrected values, and saves those of the states, backwards.
+
+    The gradient of the state before a block also gets query^T d_out.
+    """
     b, v, d = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     state = _load_slice(plan, last, b, v, d)
     _store_slice(plan, co_states, b, v, plan.blocks, d, state)
@@ -134,7 +137,7 @@ def read(query, scale, key, value, log_decay, states, out, plan: tl.constexpr):
     for f in range(plan.tiles_f):
         queries = _queries(plan, query, scale, b, n, h, f)
         queries = _since_start(plan, log_decay, b, n, v, f, queries)
-        total += _dot(plan, queries, tl.load(_state(plan, states, b, v, n, f, d)))
+        total += _dot(plan, queries, tl.load(_state_pointers(plan, states, b, v, n, f, d)))
     _store_rows(plan, out, b, n, plan.heads, h, plan.values, d, plan.tile_d, total)
 
 
@@ -145,7 +148,7 @@ def d_query(d_out, query, scale, key, value, log_decay, states, gradient, plan: 
     v = h // plan.group
     total = tl.zeros((C, plan.tile_f), tl.float32)
     for d in range(plan.tiles_d):
-        state = tl.load(_state(plan, states, b, v, n, f, d))
+        state = tl.load(_state_pointers(plan, states, b, v, n, f, d))
         total += _dot(plan, _outputs(plan, d_out, b, n, h, d), tl.trans(state))
     total = _since_start(plan, log_decay, b, n, v, f, total)
     d_weights = _d_weights(plan, d_out, value, b, n, v, h)
@@ -160,7 +163,7 @@ def d_key(d_out, query, scale, key, value, log_decay, co_states, gradient, plan:
     b, n, v, f = _place(plan)
     total = tl.zeros((C, plan.tile_f), tl.float32)
     for d in range(plan.tiles_d):
-        state = tl.load(_state(plan, co_states, b, v, n + 1, f, d))
+        state = tl.load(_state_pointers(plan, co_states, b, v, n + 1, f, d))
         total += _dot(plan, _values(plan, value, b, n, v, d), tl.trans(state))
     total = _until_end(plan, log_decay, b, n, v, f, total)
     for g in range(plan.group):
@@ -178,7 +181,7 @@ def d_value(d_out, query, scale, key, value, log_decay, co_states, gradient, pla
     total = tl.zeros((C, plan.tile_d), tl.float32)
     for f in range(plan.tiles_f):
         keys = _until_end(plan, log_decay, b, n, v, f, _keys(plan, key, b, n, v, f))
-        total += _dot(plan, keys, tl.load(_state(plan, co_states, b, v, n + 1, f, d)))
+        total += _dot(plan, keys, tl.load(_state_pointers(plan, co_states, b, v, n + 1, f, d)))
     for g in range(plan.group):
         h, n = v * plan.group + g, _not_before_the_loop(n, g)
         weights = _weights(plan, query, scale, key, log_decay, b, n, v, h)
@@ -188,7 +191,7 @@ def d_value(d_out, query, scale, key, value, log_decay, co_states, gradient, pla
 
 @triton.jit
 def _not_before_the_loop(n, g):
-    """Returns n in a form that the compiler cannot hoist out of a loop over heads.
+    """Returns n, made to depend on g so that the compiler computes decays within the loop over g.
 
     Decays of all levels, computed once before the loop, would not fit in registers.
     """
@@ -246,7 +249,10 @@ def _d_weights(plan: tl.constexpr, d_out, value, b, n, v, h):
 
 @triton.jit
 def _mixed(plan: tl.constexpr, log_decay, b, n, v, f, weights, rows, back: tl.constexpr):
-    """Weighted sums `(C, f)` of the rows up to each token, or from each token on if `back`."""
+    """Sums `(C, f)` of the rows up to each token, or from each token on if `back`.
+
+    Their weights are decayed. With decays of features, a token's own row is left out.
+    """
     if plan.decay == "feature":
         total = tl.zeros((C, plan.tile_f), tl.float32)
         logs = _log_decays(plan, log_decay, b, n, v, f)
@@ -299,7 +305,7 @@ def _next_log_decays(plan: tl.constexpr, array, b, n, v, f):
 
 @triton.jit
 def _since_start(plan: tl.constexpr, array, b, n, v, f, rows):
-    """Rows decayed as the state from the start of a block to each token, and by the token's own."""
+    """Multiplies row i by the exponential of the sum of the log decays of tokens 0 to i."""
     if plan.decay == "none":
         return rows
     else:
@@ -308,7 +314,7 @@ def _since_start(plan: tl.constexpr, array, b, n, v, f, rows):
 
 @triton.jit
 def _until_end(plan: tl.constexpr, array, b, n, v, f, rows):
-    """Rows decayed from each token, which writes to the state, to the end of a block."""
+    """Multiplies row i by the exponential of the sum of the log decays of tokens i + 1 to C - 1."""
     if plan.decay == "none":
         return rows
     else:
@@ -340,7 +346,11 @@ def _decays(plan: tl.constexpr, array, b, n, v):
 
 @triton.jit
 def _level(level: tl.constexpr, since, until):
-    """Decays `(C, f)` of the tokens, and the pairs `(C, C)` that halves of 2^level separate."""
+    """Returns the decays `(C, f)` of the tokens, and a mask `(C, C)` of the pairs of a level.
+
+    In groups of two halves of 2^level tokens, its pairs are a query in the second half of a group
+    and a key in the first.
+    """
     row = tl.arange(0, C)
     both, second = row >> (level + 1), ((row >> level) & 1) == 1
     pairs = (both[:, None] == both[None, :]) & second[:, None] & (second == 0)[None, :]
@@ -456,7 +466,7 @@ def _chunk(array, at, size: tl.constexpr, i, width: tl.constexpr):
 
 
 @triton.jit
-def _state(plan: tl.constexpr, array, b, v, n, f, d):
+def _state_pointers(plan: tl.constexpr, array, b, v, n, f, d):
     row = f * plan.tile_f + tl.arange(0, plan.tile_f)
     column = d * plan.tile_d + tl.arange(0, plan.tile_d)
     return _of_states(plan, array, b, v, n) + row[:, None] * plan.whole_d + column[None, :]
@@ -499,7 +509,7 @@ def _of_initial(plan: tl.constexpr, array, b, v, row, column):
 
 @triton.jit
 def _dot(plan: tl.constexpr, left, right):
-    """A product with float32 sums on tensor cores; of 16 bits if both factors have them."""
+    """A product with float32 sums on tensor cores; factors of two dtypes are cast to float32."""
     if left.dtype != right.dtype:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision=plan.precision)

@@ -158,7 +158,8 @@ def relative_table(summary: Mapping[str, Any]) -> str | None:
     found = markdown_table(["mechanism", "training speed", "step temporaries"], cells)
     if all(cell != "-" for _, cell, _ in cells):
         return found
-    return f"{found}\n\nNo speed (-): another environment than that of {REFERENCE}, see below."
+    note = f"A dash: made in another environment than {REFERENCE}, so the speeds do not compare."
+    return f"{found}\n\n{note}"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

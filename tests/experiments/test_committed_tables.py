@@ -99,7 +99,7 @@ def repeated(rows):
     """Returns the first two rows with equal numbers; speeds are compared only if nothing else is.
 
     Rows with fewer than two numbers that are neither settings nor expected are skipped, and so are
-    rows of which nothing that was learnt tells them apart: sizes of two mechanisms may agree.
+    rows whose learnt numbers are all expected, as two mechanisms may have equal sizes.
     """
     for (one, first), (other, second) in itertools.combinations(rows, 2):
         named = {name for name in one if not SPEEDS.search(name)} or {*one}

@@ -44,12 +44,15 @@ def calls_of(function: Any, *arguments: Any) -> list[Any]:
         return [jnp.zeros(each.shape, each.dtype) for each in types]
 
     jax.clear_caches()  # functions that are traced already would call no kernel
-    with mock.patch.object(launch, "_on_gpu", record), mock.patch.object(launch, "refusal", no):
+    with (
+        mock.patch.object(launch, "_on_gpu", record),
+        mock.patch.object(launch, "refusal", no_refusal),
+    ):
         jax.eval_shape(function, *arguments)
     return list({repr(call): call for call in calls}.values())
 
 
-def no() -> None:
+def no_refusal() -> None:
     """No refusal, whether jax-triton is installed or not."""
 
 
@@ -62,7 +65,7 @@ def compile_calls(capability: int, function: Any, *arguments: Any) -> list[Compi
         path.write_bytes(pickle.dumps(calls_of(function, *arguments)))
         script = Path(__file__).with_name("compile_kernels.py")
         command = [sys.executable, script, path, str(capability)]
-        # Triton caches kernels by the text of a plan, which does not have what follows from it.
+        # The key of Triton's cache has the fields of a plan, not its properties: an empty cache.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": folder}
         environment["TRITON_DEFAULT_FP_FUSION"] = "1"
         done = subprocess.run(command, capture_output=True, text=True, env=environment)

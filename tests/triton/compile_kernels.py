@@ -25,15 +25,16 @@ from effattn.triton import elementwise
 ALIGNED = [["tt.divisibility", 16]]
 
 
-def usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes that it keeps in memory for want of registers."""
+def stack_of(cubin: bytes) -> int:
+    """Bytes of local memory of a thread: its stack, with spilled registers."""
     tool = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile() as file:
         file.write(cubin)
         file.flush()
         command = [tool, "--dump-resource-usage", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
+    (found,) = re.findall(r"STACK:(\d+)", text)
+    return int(found)
 
 
 def compiled(capability, module, name, types, plan, texts, options):
@@ -55,8 +56,7 @@ def compiled(capability, module, name, types, plan, texts, options):
     source = ASTSource(kernel, signature | {last: "constexpr"}, constants | {last: plan}, pointers)
     found = compile(source, GPUTarget("cuda", capability, 32), options)
     products = re.findall(r"wgmma\.mma|mma\.sync|tcgen05\.mma", found.asm["ptx"])
-    stack = usage(found.asm["cubin"])["STACK"]
-    return [name, found.metadata.shared, stack, len(products)]
+    return [name, found.metadata.shared, stack_of(found.asm["cubin"]), len(products)]
 
 
 if __name__ == "__main__":

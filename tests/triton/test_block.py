@@ -120,7 +120,7 @@ OPTIONS = {
     ],
 )
 def test_compiled_it_fits_every_card(capability, dtype, size, name):
-    """Products run on tensor cores; registers hold nearly all values, but in wide float32 tiles."""
+    """Products run on tensor cores; registers hold nearly all values, except of wide float32."""
     shapes = {"query": (1, 300, 4, size), "key": (1, 300, 2, size), "value": (1, 300, 2, size)}
     shapes |= {"bias": (1, 4, 300, 300)} if name == "bias" else {}
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}

@@ -28,6 +28,8 @@ class Functions:
 FUNCTIONS = {
     "polynomial": lambda x, i: x**3 - 2 * x + x**-2 + i,
     "exponentials": lambda x, i: jnp.exp(x) * jnp.exp2(x) - jnp.log(1 + x * x) + jnp.log1p(x * x),
+    "small arguments": lambda x, i: jnp.log1p(x * 1e-3) * 1e3 + jnp.tanh(x * 1e-3) * 1e3,
+    "NaN": lambda x, i: jnp.maximum(jnp.where(i == 3, jnp.nan, x), 0.5),
     "bounded": lambda x, i: jnp.tanh(x) + jax.nn.sigmoid(x) + jnp.sin(x) * jnp.cos(x),
     "roots": lambda x, i: jnp.sqrt(1 + x * x) + jax.lax.rsqrt(1 + jnp.square(x)),
     "steps": lambda x, i: jnp.where(i % 3 == 1, x, jnp.abs(x)) + jnp.sign(x) + jnp.floor(x),
@@ -63,6 +65,18 @@ def test_values_and_derivatives(name):
     interpreter.run(kernels.applied, (1,), operands, [out, slope], size=16, plan=plan)
     expected, derivative = jax.vmap(jax.value_and_grad(function))(x, i)
     assert_close((out, slope), (expected, derivative), 1e-5)
+
+
+def test_tables_of_64_bits_cannot_be_read():
+    with jax.enable_x64(True):
+        scalars = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+
+        def refusal(table):
+            program = Program.of(lambda _, x, i: (x * table[i]).astype(x.dtype), (), *scalars)
+            return elementwise.refusal(program)
+
+        assert refusal(jnp.arange(4.0, dtype=jnp.float64)) == "reads an array of float64"
+        assert refusal(jnp.arange(4.0, dtype=jnp.float32)) is None
 
 
 def test_what_cannot_be_written():

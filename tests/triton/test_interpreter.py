@@ -32,7 +32,7 @@ def test_products_and_sums(dtype):
 @pytest.mark.parametrize(
     ("kernel", "arrays", "message"),
     [
-        ("shifted", [], "writes what another one reads or writes"),
+        ("shifted", [], "two programs write the same entry"),
         ("reads_its_neighbour", [], "reads what it has not written"),
         ("reads_first", [], "reads what it has not written"),
         ("beyond", [numbers(4)], "outside of all arrays"),

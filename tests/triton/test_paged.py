@@ -33,7 +33,7 @@ ours = functools.partial(both, "jax_triton")
     ],
 )
 def test_it_agrees_with_xla(runs, queries, page_size, sizes, options, monkeypatch):
-    """NaN wherever no token is; one or several runs of pages a sequence, some of them empty."""
+    """Unused entries of pages are NaN; a sequence has one or several runs, some of them empty."""
     monkeypatch.setattr(paged_attention, "RUNS", runs)
     paged_attention.paged.clear_cache()
     arrays, given, _ = draw(LENGTHS, queries, np.float32, page_size=page_size, sizes=sizes)
