@@ -16,7 +16,7 @@ of t, keys S in nk tiles of s, head sizes H and Hv.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -234,6 +234,21 @@ def refusal(
     if (entries := max((program.entries for program in limited), default=0)) > _MOST_ENTRIES:
         return f"{cannot} reads an array of {entries} entries, more than {_MOST_ENTRIES}"
     return None
+
+
+def fitted(sides: Sequence[int], config: Config, x: Inputs, least: int) -> tuple[int, int]:
+    """Returns the tile `(t, s)`: each side is halved, down to `least`, until it divides its length.
+
+    The length is that of the given tile, or else the number of tokens rounded up to a power of two.
+    """
+    given = config.tile if x.layout is None else x.layout.tile
+    lengths = given or [1 << (n - 1).bit_length() for n in (x.query.shape[-3], x.key.shape[-3])]
+    tile = []
+    for side, length in zip(sides, lengths, strict=True):
+        while side > least and length % side:
+            side //= 2
+        tile.append(side)
+    return tile[0], tile[1]
 
 
 def arrange(config: Config, x: Inputs, tile: tuple[int, int]) -> tuple[Plan, Arrays]:

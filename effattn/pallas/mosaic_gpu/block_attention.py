@@ -214,15 +214,7 @@ class _Rows(NamedTuple):
 def _arrange(kernel: str, config: Config, x: Inputs):
     """Returns the plan of a kernel, with its tile, and the arrays that the kernel reads."""
     sides = config.implementations.tile("mosaic_gpu", kernel) or _tiles_of(x)[kernel]
-    given = config.tile if x.layout is None else x.layout.tile
-    # Halve each side until it divides the given tile, or else the rounded length.
-    lengths = given or [pl.next_power_of_2(n) for n in (x.query.shape[-3], x.key.shape[-3])]
-    tile = []
-    for side, length in zip(sides, lengths, strict=True):
-        while side > ROWS and length % side:
-            side //= 2
-        tile.append(side)
-    plan, arrays = block_tiles.arrange(config, x, (tile[0], tile[1]))
+    plan, arrays = block_tiles.arrange(config, x, block_tiles.fitted(sides, config, x, ROWS))
     walk = block_tiles.walk_arrays(plan, arrays, x, of_keys=kernel == "key")
     return plan, tiles.as_read(plan, arrays._replace(walk=walk))
 

@@ -138,15 +138,7 @@ def _tile(kernel: str, config: Config, x: Inputs) -> tuple[tuple[int, int], int]
     """Returns the tile `(t, s)`, no larger than the lengths, and the number of warps per tile."""
     tuned = config.implementations.tile("triton", kernel)
     *sides, warps = tuned or _tiles_of(x)[kernel]
-    given = config.tile if x.layout is None else x.layout.tile
-    # Halve each side until it divides the given tile, or else the rounded length.
-    sizes = given or [pl.next_power_of_2(n) for n in (x.query.shape[-3], x.key.shape[-3])]
-    tile = []
-    for side, size in zip(sides, sizes, strict=True):
-        while side > LEAST and size % side:
-            side //= 2
-        tile.append(side)
-    return (tile[0], tile[1]), warps
+    return block_tiles.fitted(sides, config, x, LEAST), warps
 
 
 def _rows_together(x, rows):
