@@ -244,7 +244,7 @@ def plan_of(
         partial_columns=walk[2].shape[-1] if layout is not None else 0,
         full_columns=walk[3].shape[-1] if layout is not None else 0,
         **functions,
-        entries=launch.power_of_2(tables.numbers.size),
+        entries=_entries(arranged, tables),
         batch=batch if of_all else 0,
     )
 
@@ -256,6 +256,15 @@ def _strides(name, array):
         found[f"{name}_{axis}"] = stride if size > 1 else 0
         stride *= size
     return found
+
+
+def _entries(arranged, tables):
+    """Number of entries of `numbers`, a power of two, up to the last table that has a gradient."""
+    ends = [0]
+    for table in arranged.summed:
+        size = arranged.score.tables[table - arranged.first_table["score"]].size
+        ends.append(tables.places[table][1] + size)
+    return launch.power_of_2(max(1, *ends))
 
 
 def _functions(arranged, tables):

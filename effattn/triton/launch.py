@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import batching, mlir
 
 from effattn import dispatch
 from effattn.arrays import mesh_axes
@@ -75,46 +76,100 @@ def call(
       stages: stages of the software pipeline of a loop.
       interpreted: whether the kernel is interpreted.
     """
-    start = _interpreted if interpreted else _on_gpu
     leaves, structure = jax.tree.flatten(tuple(operands), is_leaf=lambda x: isinstance(x, Shared))
-    is_shared = [isinstance(leaf, Shared) for leaf in leaves]
-
-    # This also hides the call from JAX's removal of dead code, on which jax-triton 0.4 and jax 0.12
-    # disagree.
-    @jax.custom_batching.custom_vmap
-    def run(*given):
-        batch = 1 if all(is_shared) else given[is_shared.index(False)].shape[0]
-        types = [jax.ShapeDtypeStruct((batch, *shape), dtype) for shape, dtype in results]
-        whole = jax.tree.unflatten(structure, given)
-        return start(kernel, plan, (batch * grid[0], *grid[1:]), whole, types, warps, stages)
-
-    @run.def_vmap
-    def _(size, is_mapped, *given):
-        mapped = [of_all and here for of_all, here in zip(is_shared, is_mapped, strict=True)]
-        wide = [
-            x if here or of_all else jnp.broadcast_to(x, (size, *x.shape))
-            for x, here, of_all in zip(given, is_mapped, is_shared, strict=True)
-        ]
-        if any(mapped):
-            own = [here or not of_all for here, of_all in zip(is_mapped, is_shared, strict=True)]
-
-            def one(parts):
-                part = iter(parts)
-                both = zip(wide, own, strict=True)
-                return run(*(next(part) if is_own else x for x, is_own in both))
-
-            made = lax.map(one, [x for x, is_own in zip(wide, own, strict=True) if is_own])
-        else:
-            flat = [
-                x if of_all else x.reshape(-1, *x.shape[2:])
-                for x, of_all in zip(wide, is_shared, strict=True)
-            ]
-            made = [x.reshape(size, -1, *x.shape[1:]) for x in run(*flat)]
-        return made, [True] * len(made)
-
     given = [leaf.array if isinstance(leaf, Shared) else leaf for leaf in leaves]
     given = mesh_axes.vary_alike(given)
-    return [mesh_axes.vary_like(given[0], x) for x in run(*device.aligned(given))]
+    made = _call().bind(
+        *device.aligned(given),
+        kernel=kernel,
+        plan=plan,
+        grid=tuple(grid),
+        structure=structure,
+        is_shared=tuple(isinstance(leaf, Shared) for leaf in leaves),
+        results=tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in results),
+        options=(warps, stages, interpreted),
+        loops=(),
+    )
+    return [mesh_axes.vary_like(given[0], x) for x in made]
+
+
+@functools.cache
+def _call() -> Any:
+    """The operation of `call`; results of an operation of its own have a mapped axis in front.
+
+    JAX needs that of a function with a derivative of its own, and its removal of dead code, on
+    which jax-triton 0.4 and jax 0.12 disagree, does not look into the operation.
+    """
+    from jax.extend.core import Primitive  # imported on first use: a slow import
+
+    primitive = Primitive("effattn_triton_call")
+    primitive.multiple_results = True
+    primitive.def_impl(jax.jit(_run, static_argnames=_STATIC))
+    primitive.def_abstract_eval(
+        lambda *given, **static: [
+            jax.core.ShapedArray(x.shape, x.dtype) for x in _types(given, **static)
+        ]
+    )
+    batching.primitive_batchers[primitive] = _batched
+    mlir.register_lowering(primitive, mlir.lower_fun(_run, multiple_results=True))
+    return primitive
+
+
+# Parameters of the operation: arguments of `call`, and `loops`. A loop says which operands have one
+# more axis in front, over whose indices the kernel runs one after the other; outermost loop first.
+_STATIC = "kernel", "plan", "grid", "structure", "is_shared", "results", "options", "loops"
+
+
+def _types(given, *, is_shared, results, loops, **_):
+    if loops:
+        flags, *rest = loops
+        size = next(x.shape[0] for x, has_axis in zip(given, flags, strict=True) if has_axis)
+        inner = [
+            jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if has_axis else x
+            for x, has_axis in zip(given, flags, strict=True)
+        ]
+        each = _types(inner, is_shared=is_shared, results=results, loops=rest)
+        return [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in each]
+    batch = 1 if all(is_shared) else given[is_shared.index(False)].shape[0]
+    return [jax.ShapeDtypeStruct((batch, *shape), dtype) for shape, dtype in results]
+
+
+def _run(*given, loops, **static):
+    if loops:
+        flags, *rest = loops
+
+        def one(parts):
+            part = iter(parts)
+            both = zip(given, flags, strict=True)
+            return _run(
+                *(next(part) if has_axis else x for x, has_axis in both), loops=rest, **static
+            )
+
+        return lax.map(one, [x for x, has_axis in zip(given, flags, strict=True) if has_axis])
+    types = _types(given, loops=loops, **static)
+    warps, stages, interpreted = static["options"]
+    start = _interpreted if interpreted else _on_gpu
+    whole = jax.tree.unflatten(static["structure"], given)
+    first, *others = static["grid"]
+    grid = types[0].shape[0] * first, *others
+    return start(static["kernel"], static["plan"], grid, whole, types, warps, stages)
+
+
+def _batched(given, axes, *, loops, is_shared, **static):
+    size = next(x.shape[a] for x, a in zip(given, axes, strict=True) if a is not None)
+    given = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(given, axes, strict=True)]
+    flags = tuple(axis is not None for axis in axes)
+    static["is_shared"] = is_shared
+    if loops or any(mapped and of_all for mapped, of_all in zip(flags, is_shared, strict=True)):
+        made = _call().bind(*given, loops=(flags, *loops), **static)
+    else:
+        flat = []
+        for x, mapped, of_all in zip(given, flags, is_shared, strict=True):
+            wide = x if mapped or of_all else jnp.broadcast_to(x, (size, *x.shape))
+            flat.append(x if of_all else wide.reshape(-1, *wide.shape[2:]))
+        made = _call().bind(*flat, loops=(), **static)
+        made = [x.reshape(size, -1, *x.shape[1:]) for x in made]
+    return made, [0] * len(made)
 
 
 def _interpreted(kernel, plan, grid, operands, types, warps, stages):

@@ -62,6 +62,24 @@ def test_a_mask_of_each_mapped_example():
     assert_close(ours, attend("xla", query, key, value, mask), 1e-5)
 
 
+def test_biases_of_two_mapped_axes():
+    """Each axis is in its place, whatever JAX does with the axes of a loop within a derivative."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, 3, 1, 20, 1, 8)).astype(np.float32) for _ in range(3))
+    bias = rng.normal(size=(2, 3, 1, 1, 20, 20)).astype(np.float32)
+
+    def attend(name, *arrays):
+        def one(query, key, value, bias):
+            return effattn.dot_product_attention(query, key, value, bias=bias, implementation=name)
+
+        out, pull_back = jax.vjp(jax.vmap(jax.vmap(one)), *arrays)
+        return out, pull_back(out)
+
+    with dispatch.interpreted():
+        ours = attend("jax_triton", query, key, value, bias)
+    assert_close(ours, attend("xla", query, key, value, bias), 1e-5)
+
+
 def slopes(logit, b, h, i, j):
     return logit - jnp.asarray([1.0, 0.5, 0.25, 0.125])[h] * jnp.abs(i - j)
 
