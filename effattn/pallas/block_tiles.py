@@ -305,6 +305,21 @@ def _pairs(array, batch):
     return array.reshape(-1, key_heads * group, queries, keys)
 
 
+def of_bias(gradient: jax.Array, x: Inputs) -> jax.Array:
+    """Returns a gradient `(#B, #N, #T, #S)` in the shape and dtype of the bias.
+
+    It is summed over axes of the batch for which `arrange` had to repeat the bias.
+    """
+    assert x.bias is not None
+    *lead, _, _, _, _ = x.bias.shape
+    if gradient.size != x.bias.size:
+        batch = x.query.shape[:-3]
+        gradient = gradient.reshape(*batch, *x.bias.shape[-4:])
+        axes = [axis for axis, size in enumerate(lead) if size < batch[axis]]
+        gradient = gradient.sum(axes, keepdims=True)
+    return gradient.reshape(x.bias.shape).astype(x.bias.dtype)
+
+
 # Lists of visited tiles
 
 
@@ -598,7 +613,8 @@ def allowed(plan: Plan, at: At, query_ids, key_ids, mask, load: Callable, *, who
             conditions.append(key_ids == (1 if query_ids is None else query_ids))
         if mask is not None:
             conditions.append(mask != 0)
-        if plan.lengths[1] % plan.tile[1]:
+        # The last tile of a layout may have whole tiles of the kernel past the last key.
+        if plan.lengths[1] % (plan.layout_tile or plan.tile)[1]:
             conditions.append(at.column < plan.lengths[1])
     if not whole and plan.pattern is not None:
         conditions.append(run(plan, "pattern", load, at.i, at.j, at.h))

@@ -94,20 +94,20 @@ class _View:
       shape: shape of the whole table.
       fixed: index along each axis of the table, None for an axis that is not indexed yet.
       axes: axes of the table that are axes of the view.
-      dtype: dtype to which entries are converted.
+      dtypes: dtypes to which entries are converted, one after the other.
     """
 
     number: int
     shape: tuple[int, ...]
     fixed: tuple[Any, ...]
     axes: tuple[int, ...]
-    dtype: Any
+    dtypes: tuple[Any, ...]
 
     @classmethod
     def whole(cls, number, table):
         dims = table.shape
         fixed = tuple(jnp.int32(0) if size == 1 else None for size in dims)
-        return cls(number, dims, fixed, tuple(range(len(dims))), table.dtype)
+        return cls(number, dims, fixed, tuple(range(len(dims))), (table.dtype,))
 
     def at(self, starts, sizes):
         """Returns the view of one entry, or of all entries, along each axis."""
@@ -132,8 +132,10 @@ class _View:
         for index, stride in zip(self.fixed, strides, strict=True):
             at = at + index.astype(jnp.int32) * np.int32(stride)
         entry = lookup(self.number, at)
-        # Mosaic GPU cannot convert numbers to booleans.
-        return entry != 0 if self.dtype == jnp.bool_ else entry.astype(self.dtype)
+        for dtype in self.dtypes:
+            # Mosaic GPU cannot convert numbers to booleans.
+            entry = entry != 0 if dtype == jnp.bool_ else entry.astype(dtype)
+        return entry
 
 
 def _evaluate(jaxpr, lookup, values):
@@ -184,7 +186,7 @@ def _of_view(eqn, view, *indices):
     if name == "squeeze":
         return view.squeezed(params["dimensions"])
     if name == "convert_element_type":
-        return dataclasses.replace(view, dtype=params["new_dtype"])
+        return dataclasses.replace(view, dtypes=(*view.dtypes, params["new_dtype"]))
     if name == "gather":
         numbers = params["dimension_numbers"]
         if len(view.axes) == 1 and params["slice_sizes"] == (1,) and not numbers.offset_dims:

@@ -113,7 +113,7 @@ def _bias_gradient(config, x, rows) -> jax.Array:
     kinds = rows[0] if x.layout is None else _kinds(x.layout)
     operands = [launch.Shared(array) for array in (kinds, *rows)]
     (gradient,) = call.run("d_bias", grid, operands, [(shape, jnp.float32)])
-    return gradient.reshape(x.bias.shape).astype(x.bias.dtype)
+    return block_tiles.of_bias(gradient, x)
 
 
 def _kinds(layout: BlockLayout) -> jax.Array:

@@ -163,7 +163,7 @@ def _d_query_of(
         i, j = _positions(x, plan, b, n, m, False)
         logits = _before_score(x, plan, products, b, h, n, m, False)[0]
         of_numbers = plan.add_reads(
-            x.integers, x.numbers, of_numbers, d_logits, logits, b, h, i, j
+            x.integers, x.numbers, of_numbers, d_logits, logits, b % plan.examples, h, i, j
         )  # fmt: skip
     return total, of_scale, of_numbers
 
@@ -287,9 +287,13 @@ def _pulled_back(
     i, j = _positions(x, plan, b, n, m, transposed)
     logits, slope = _scored(x, plan, products, b, h, n, m, i, j, transposed)
     logits = _masked(x, plan, logits, b, h, n, m, i, j, masks, partial, transposed)
+    if plan.score is not None:
+        # A score_mod may be NaN at padding, or have an infinite slope where nothing is attended to.
+        logits = tl.where(_within(plan, n, m, transposed), logits, -float("inf"))
+        slope = tl.where(logits == -float("inf"), 0.0, slope)
     row = n * plan.t + tl.arange(0, plan.t)
     there, at = row < plan.queries, (b.to(tl.int64) * plan.queries + row) * plan.heads + h
-    # Rows of padding get weights of 0: a score_mod can make their logits arbitrary.
+    # Rows of padding get weights of 0.
     sums = _down(tl.load(lse + at, mask=there, other=float("inf")), transposed)
     weights = tl.exp(logits - sums)
     d_sums = _down(tl.load(delta + at, mask=there, other=0.0), transposed)
@@ -380,8 +384,11 @@ def _scored(x, plan: tl.constexpr, products, b, h, n, m, i, j, transposed: tl.co
     """Logits before any mask, and their derivatives by the scaled products."""
     logits, slope = _before_score(x, plan, products, b, h, n, m, transposed)
     if plan.score is not None:
-        slope = slope * plan.d_score(x.integers, x.numbers, logits, b, h, i, j)
-        logits = plan.score(x.integers, x.numbers, logits, b, h, i, j)
+        # Under `jax.vmap` the programs count the examples of all calls.
+        example = b % plan.examples
+        slope = slope * plan.d_score(x.integers, x.numbers, logits, example, h, i, j)
+        scored = plan.score(x.integers, x.numbers, logits, example, h, i, j)
+        logits = tl.zeros(products.shape, tl.float32) + scored  # which may differ by query alone
     return logits, slope
 
 
@@ -436,7 +443,7 @@ def _masked(
             there = _within(plan, n, m, transposed)
             allowed = tl.load(x.mask + at, mask=there, other=0)
             logits = tl.where(allowed != 0, logits, -float("inf"))
-        if plan.keys % plan.s:
+        if plan.keys % plan.layout_keys:
             logits = tl.where(_across(column < plan.keys, transposed), logits, -float("inf"))
     if partial:
         if plan.pattern is not None:
@@ -449,7 +456,7 @@ def _masked(
 def _dropped(x, plan: tl.constexpr, weights, b, h, i, j):
     """Weights after dropout. Dropout is linear: its pull-back is the same function."""
     if plan.keep is not None:
-        kept = plan.keep(x.integers, x.numbers, b, h, i, j)
+        kept = plan.keep(x.integers, x.numbers, b % plan.examples, h, i, j)
         return tl.where(kept, weights / (1 - plan.rate), 0.0)
     else:
         return weights

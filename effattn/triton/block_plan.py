@@ -59,6 +59,8 @@ class Plan:
       score, d_score, add_reads, pattern, keep: functions in the Triton language, or None.
       entries: length of the sums that `add_reads` adds to.
       batch: number of examples, for the gradient of the bias; 0 in other kernels.
+      examples: number of examples of the call, if functions of pairs read their index; else 1.
+      layout_keys: keys of a tile of the layout; without one, `s`.
     """
 
     queries: int
@@ -106,6 +108,8 @@ class Plan:
     keep: Any
     entries: int
     batch: int
+    examples: int
+    layout_keys: int
 
     @property
     def group(self) -> int:
@@ -246,6 +250,8 @@ def plan_of(
         **functions,
         entries=_entries(arranged, tables),
         batch=batch if of_all else 0,
+        examples=batch if arranged.score is not None or arranged.keep is not None else 1,
+        layout_keys=arranged.tile[1] if layout is None else layout[1],
     )
 
 

@@ -29,12 +29,11 @@ NAMES = {
     "uint16": "tl.uint16",
     "uint32": "tl.uint32",
     "uint64": "tl.uint64",
-    "float16": "tl.float16",
-    "bfloat16": "tl.bfloat16",
     "float32": "tl.float32",
     "float64": "tl.float64",
 }
 
+_NAN = "propagate_nan=tl.PropagateNan.ALL"
 # The expression of each primitive in the Triton language; {0}, {1} and {2} are its operands.
 _EXPRESSIONS = {
     "abs": "tl.abs({0})",
@@ -42,7 +41,7 @@ _EXPRESSIONS = {
     "add_any": "{0} + {1}",
     "and": "{0} & {1}",
     "ceil": "tl.ceil({0})",
-    "clamp": "tl.minimum(tl.maximum({1}, {0}), {2})",
+    "clamp": f"tl.minimum(tl.maximum({{1}}, {{0}}, {_NAN}), {{2}}, {_NAN})",
     "cos": "tl.cos({0})",
     "eq": "{0} == {1}",
     "exp": "tl.exp({0})",
@@ -56,8 +55,8 @@ _EXPRESSIONS = {
     "log1p": "log1p({0})",
     "logistic": "1 / (1 + tl.exp(-{0}))",
     "lt": "{0} < {1}",
-    "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "max": f"tl.maximum({{0}}, {{1}}, {_NAN})",
+    "min": f"tl.minimum({{0}}, {{1}}, {_NAN})",
     "mul": "{0} * {1}",
     "ne": "{0} != {1}",
     "neg": "-{0}",
@@ -65,9 +64,8 @@ _EXPRESSIONS = {
     "or": "{0} | {1}",
     "rem": "{0} % {1}",
     "rsqrt": "tl.rsqrt({0})",
-    "select_n": "tl.where({0}, {2}, {1})",
     "shift_left": "{0} << {1}",
-    "sign": "({0} > 0).to({type}) - ({0} < 0).to({type})",
+    "sign": "tl.where({0} == {0}, ({0} > 0).to({type}) - ({0} < 0).to({type}), {0})",
     "sin": "tl.sin({0})",
     "sqrt": "tl.sqrt({0})",
     "square": "{0} * {0}",
@@ -237,7 +235,8 @@ def _source_of_reads(program, places):
     for place, number in enumerate(reads):
         at, slope = results[place], results[len(reads) + place]
         first, size = places[number][1], program.tables[number].size
-        lines.append(f"part = tl.zeros(gradient.shape, tl.float32) + {slope}")
+        # Where the gradient is 0, the slope may be infinite.
+        lines.append(f"part = tl.where(gradient == 0, 0.0, {slope})")
         if id(closed.jaxpr.outvars[place]) in tiles:
             lines += [
                 f"for e in range({size}):",
@@ -305,6 +304,8 @@ class _Writer:
             (out,) = eqn.outvars
             is_same = primitive in _SAME or (primitive == "reduce_sum" and not eqn.params["axes"])
             text = read[0] if is_same else self._expression(eqn, read)
+            if out.aval.dtype in (jnp.bfloat16, jnp.float16) and not is_same:
+                text = f"({text}).to(tl.{out.aval.dtype.name}).to(tl.float32)"
             names[out] = f"v{len(self.lines)}"
             self.lines.append(f"{names[out]} = {text}")
         return [name_of(atom) for atom in jaxpr.outvars]
@@ -328,8 +329,16 @@ class _Writer:
             return f"{read[0]} {'//' if jnp.issubdtype(of, jnp.integer) else '/'} {read[1]}"
         if primitive == "not":
             return f"{read[0]} == 0" if of == jnp.bool_ else f"~{read[0]}"
+        if primitive == "select_n":
+            which, first, *others = read
+            if eqn.invars[0].aval.dtype == jnp.bool_:
+                return f"tl.where({which}, {others[0]}, {first})"
+            text = first
+            for number, case in enumerate(others, 1):
+                text = f"tl.where({which} == {number}, {case}, {text})"
+            return text
         if primitive == "integer_pow":
-            return _power(read[0], params["y"])
+            return _power(read[0], params["y"]) if params["y"] else f"tl.full([], 1, {_type(of)})"
         if primitive in ("shift_right_logical", "shift_right_arithmetic"):
             is_logical = primitive == "shift_right_logical"
             if is_logical == jnp.issubdtype(of, jnp.unsignedinteger):
@@ -342,15 +351,19 @@ class _Writer:
 
 
 def _type(dtype):
-    """The name of a dtype in the Triton language."""
+    """The name of a dtype in the Triton language.
+
+    Floating numbers of 16 bits are float32, rounded after each operation: Triton has no functions
+    of 16 bits.
+    """
+    if dtype in (jnp.bfloat16, jnp.float16):
+        return "tl.float32"
     if dtype.name not in NAMES:
         raise Unsupported(f"computes in {dtype}")
     return NAMES[dtype.name]
 
 
 def _power(x, exponent):
-    if exponent == 0:
-        return f"{x} * 0 + 1"
     product = " * ".join([x] * abs(exponent))
     return product if exponent > 0 else f"1 / ({product})"
 

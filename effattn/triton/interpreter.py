@@ -25,6 +25,7 @@ _NAMES = {
     np.dtype("float32"): "fp32",
     np.dtype("float16"): "fp16",
     np.dtype(ml_dtypes.bfloat16): "bf16",
+    np.dtype("float64"): "fp64",
     np.dtype("int32"): "i32",
     np.dtype("int8"): "i8",
     np.dtype("bool"): "i1",

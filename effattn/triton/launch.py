@@ -13,7 +13,7 @@ from jax.interpreters import batching, mlir
 
 from effattn import dispatch
 from effattn.arrays import mesh_axes
-from effattn.dispatch import device
+from effattn.dispatch import device, partition
 
 
 def refusal() -> str | None:
@@ -22,6 +22,8 @@ def refusal() -> str | None:
     if importlib.util.find_spec(needed) is None:
         name = needed.replace("_", "-")
         return f"needs the package {name}: pip install 'effattn[gpu]', from Python 3.12 on"
+    if dispatch.is_interpreted() and partition.is_needed():
+        return "is interpreted in programs for one device, or inside a shard_map over all mesh axes"
     return device.triton_refusal()
 
 

@@ -131,6 +131,12 @@ BLURRED = Case(
 # One quick case of documents runs on every kernel; the other cases are slow.
 QUICK = ("documents",)
 CASES = {
+    "layout tiles past the last key": Case(
+        {"queries": 20, "keys": 160}, lambda: {"tile": (16, 96)}, over_layout((), False)
+    ),
+    "bias of some batch axes": Case(
+        {"batch": (2, 3), "queries": 20, "keys": 20}, more={"bias": (2, 1, 4, 20, 20)}
+    ),
     "tails and a bias of heads": Case(more={"bias": (1, 4, 1, 1)}),
     "one row": Case({"queries": 1, "keys": 1}),
     "one query": Case({"queries": 1}, lambda: {"is_causal": True, "query_offset": 149}),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 import effattn
 from effattn import dispatch
@@ -80,6 +81,41 @@ def test_biases_of_two_mapped_axes():
     assert_close(ours, attend("xla", query, key, value, bias), 1e-5)
 
 
+SCORES = {
+    "example": lambda logit, b, h, i, j: logit * (1 + b),
+    "constant": lambda logit, b, h, i, j: jnp.float32(1),
+    "query alone": lambda logit, b, h, i, j: i * 0.1,
+    "NaN past the last query": lambda logit, b, h, i, j: logit * jnp.sqrt(20.5 - i),
+    "NaN past the last key": lambda logit, b, h, i, j: logit * jnp.sqrt(20.5 - j),
+    "no slope at 0": lambda logit, b, h, i, j: jnp.sqrt(jnp.square(logit)),
+    "16 bits": lambda logit, b, h, i, j: jnp.tanh(logit.astype(jnp.bfloat16)) * 2,
+}
+
+
+@pytest.mark.parametrize("name", slow_but_for(("example",), SCORES))
+@pytest.mark.parametrize("tokens", [21, slow(32)])
+def test_functions_of_pairs_under_vmap(name, tokens):
+    """`b` is the index in the call; tiles may have padding, or none."""
+    if name.startswith("NaN") and tokens > 21:
+        pytest.skip("NaN at a token")
+    rng = np.random.default_rng(0)
+    arrays = (rng.normal(size=(3, 2, tokens, 1, 8)).astype(np.float32) for _ in range(3))
+
+    def attend(implementation, *arrays):
+        def one(*arrays):
+            return effattn.dot_product_attention(
+                *arrays, score_mod=SCORES[name], implementation=implementation
+            )
+
+        out, pull_back = jax.vjp(jax.vmap(one), *arrays)
+        return out, pull_back(out)
+
+    arrays = tuple(arrays)
+    with dispatch.interpreted():
+        ours = attend("jax_triton", *arrays)
+    assert_close(ours, attend("xla", *arrays), 1e-2 if name == "16 bits" else 1e-5)
+
+
 def slopes(logit, b, h, i, j):
     return logit - jnp.asarray([1.0, 0.5, 0.25, 0.125])[h] * jnp.abs(i - j)
 
@@ -107,6 +143,29 @@ def test_under_vmap_the_kernel_runs_once(differing):
     with dispatch.interpreted(), mock.patch.object(launch, "lax", without):
         ours = attend("jax_triton", *arrays)
     assert_close(ours, attend("xla", *arrays), 1e-5)
+
+
+@pytest.mark.devices
+def test_several_devices():
+    """Inside a `shard_map` each device runs kernels; elsewhere XLA would drop the interpreter."""
+    rng = np.random.default_rng(0)
+    arrays = tuple(rng.normal(size=(4, 40, n, 8)).astype(np.float32) for n in (4, 2, 2))
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), (AxisType.Auto,) * 2)
+
+    def run(name, *arrays):
+        def attend(*arrays):
+            return effattn.dot_product_attention(*arrays, is_causal=True, implementation=name)
+
+        out, pull_back = jax.vjp(attend, *arrays)
+        return out, pull_back(out)
+
+    specs = PartitionSpec("batch", None, "heads")
+    ours = functools.partial(run, "jax_triton")
+    with dispatch.interpreted():
+        found = jax.jit(jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=specs))(*arrays)
+        with pytest.raises(NotImplementedError, match="in programs for one device"):
+            jax.jit(ours)(*arrays)
+    assert_close(found, run("xla", *arrays), 1e-5)
 
 
 # Bytes of shared memory of a program, where there are more than on the smallest cards.

@@ -42,7 +42,7 @@ def gradient(
     rows = tuple(array.reshape(-1, *array.shape[axes:]) for array in rows)
     grid, shapes = (math.prod(tiles), sizes[1], sizes[0]), {"bias": (sizes, jnp.float32)}
     (d_bias,) = call(_bias_kernel, plan, (arrays, rows), grid, shapes, warps)
-    return d_bias.reshape(x.bias.shape).astype(x.bias.dtype)
+    return block_tiles.of_bias(d_bias, x)
 
 
 def _kinds(layout: BlockLayout) -> jax.Array:
