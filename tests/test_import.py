@@ -9,22 +9,24 @@ import effattn
 
 MEASURE = """
 import gc, sys, time
-import jax.numpy
 gc.disable()  # a collection would search the objects of JAX, for longer than the import takes
-before = set(sys.modules)
 sys.pycache_prefix = sys.argv[1]
 start = time.process_time()
+import jax.numpy
+middle = time.process_time()
+before = set(sys.modules)
 import effattn
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - start))
 print(*sorted(set(sys.modules) - before))
 """
 
 
 @pytest.fixture(scope="session")
 def imports(tmp_path_factory):
-    """Processor seconds and newly loaded modules of `import effattn`, in fresh processes.
+    """Time and newly loaded modules of `import effattn`, in fresh processes.
 
-    The processes use bytecode, as pip installs it; the first process writes the bytecode.
+    The time is processor time, as a multiple of that of `import jax.numpy`. The processes use
+    bytecode, as pip installs it; the first process writes the bytecode.
     """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     run = functools.partial(
@@ -33,13 +35,13 @@ def imports(tmp_path_factory):
     command = [sys.executable, "-c", MEASURE, str(tmp_path_factory.mktemp("bytecode"))]
     outputs = [run(command) for _ in range(6)][1:]
     lines = [output.stdout.splitlines() for output in outputs]
-    return [float(seconds) for seconds, _ in lines], lines[0][1].split()
+    return [float(multiple) for multiple, _ in lines], lines[0][1].split()
 
 
 def test_is_quick(imports):
     # On a busy machine some of the processes take longer.
-    seconds, _ = imports
-    assert min(seconds) < 0.08
+    multiples, _ = imports
+    assert min(multiples) < 0.2
 
 
 def test_loads_nothing_heavy(imports):

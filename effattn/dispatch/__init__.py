@@ -17,7 +17,7 @@ from effattn.dispatch.choice import (
     take_xla,
     untuned,
 )
-from effattn.dispatch.contexts import interpreted, is_interpreted, recorded
+from effattn.dispatch.contexts import interpreted, is_interpreted, recorded, recorder
 from effattn.dispatch.implementations import Implementations
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "on_platform",
     "open_length",
     "recorded",
+    "recorder",
     "requested",
     "suited",
     "take_xla",

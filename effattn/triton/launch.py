@@ -17,9 +17,12 @@ from effattn.dispatch import device, partition
 
 
 def refusal() -> str | None:
-    """The reason why this machine cannot run or lower Triton kernels, or None."""
+    """The reason why this machine cannot run or lower Triton kernels, or None.
+
+    `effattn.support` lists the kernels without the package too.
+    """
     needed = "triton" if dispatch.is_interpreted() else "jax_triton"
-    if importlib.util.find_spec(needed) is None:
+    if importlib.util.find_spec(needed) is None and dispatch.recorder() is None:
         name = needed.replace("_", "-")
         return f"needs the package {name}: pip install 'effattn[gpu]', from Python 3.12 on"
     if dispatch.is_interpreted() and partition.is_needed():

@@ -99,13 +99,15 @@ def test_the_loss_of_later_steps_is_the_divergence_from_the_original(
     original, trained, distillation, batch
 ):
     params, state = distillation.init(3)
+    # Far from the original: near it, the divergence is a small sum of large rounded terms.
+    params["trained"] = jax.tree.map(lambda x: 3 * x, params["trained"])
     tokens = batch.inputs[0][0]
     wanted = jax.nn.log_softmax(original.model(trained[3])(tokens))
     found = jax.nn.log_softmax(distillation.model(params)(tokens))
     divergence = (np.exp(wanted) * (wanted - found)).sum(-1)
     _, _, loss = distillation.step({**params, "step": jnp.int32(2)}, state, RATE, batch)
-    assert loss > 1e-5
-    np.testing.assert_allclose(loss, means(divergence, batch.targets[0]), rtol=1e-3)
+    assert loss > 0.01
+    np.testing.assert_allclose(loss, means(divergence, batch.targets[0]), rtol=1e-4)
 
 
 def test_the_first_steps_change_mixers_alone(distillation, batch):
