@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from effattn import dispatch
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.pallas import block_tiles, partition
+from effattn.pallas import block_tiles, partition, visited_tiles
 from effattn.patterns.layouts import BlockLayout
 from effattn.triton import elementwise, launch
 from effattn.triton.block_plan import Operands, is_per_example, plan_of
@@ -143,7 +143,7 @@ class _Call:
         tile, self._warps = _tile(kernel, config, x)
         arranged, arrays = block_tiles.arrange(config, x, tile)
         of_keys = kernel == "key"
-        walk = block_tiles.walk_arrays(arranged, arrays, x, of_keys=of_keys)
+        walk = visited_tiles.walk_arrays(arranged, arrays, x, of_keys=of_keys)
         tables = elementwise.tables_of(arrays.tables)
         batch = arrays.query.shape[0]
         self._interpreted = bool(config.implementations.interpreted)

@@ -14,7 +14,7 @@ class Operands(NamedTuple):
     A kernel never reads an absent operand; another array takes its place. `integers` and `numbers`
     are the tables of the programs. With a layout, the lists of visited tiles are counts of partial
     and of full tiles, `(B or 1, K or 1, rows)`, and the indices of these tiles, with one more axis.
-    Without a layout, `partial_counts` has the four numbers of `block_tiles.walk_arrays`,
+    Without a layout, `partial_counts` has the four numbers of `visited_tiles.walk_arrays`,
     `(B or 1, 1, tiles, 4)`, and the others are absent.
     """
 

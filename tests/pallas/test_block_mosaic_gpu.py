@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import heapq
 import types
 from contextlib import nullcontext
 
@@ -14,6 +15,10 @@ from jax.sharding import PartitionSpec
 
 import effattn
 from effattn import dispatch, patterns
+from effattn.interfaces.block_attention import Config, Inputs
+from effattn.pallas.mosaic_gpu import block_attention, tiles
+from effattn.pallas.mosaic_gpu.tiles import Schedule
+from effattn.patterns.layouts import BlockLayout
 from effattn.testing.functions import as_float64, assert_close
 from tests.dense import cotangents, draw, with_gradients
 from tests.marks import slow_but_for
@@ -256,6 +261,106 @@ def test_under_shard_map_it_is_lowered_for_gpus():
     assert MOSAIC_GPU in lowered.as_text()
 
 
+def test_many_examples_are_lowered_for_gpus():
+    """CUDA limits two of the three axes of a grid to 65,535 blocks."""
+    array = jax.ShapeDtypeStruct((2**16, 1, 1, 64), np.float16)
+    assert kernels_of(attend, array, array, array) == {MOSAIC_GPU}
+
+
+# Order of the blocks
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 3, 4, 5, 6), (5, 1, 1, 7, 2), (1, 4, 2, 1, 3), (3, 3, 1, 2, 9)]
+)
+def test_each_tile_of_each_head_has_one_block(sizes):
+    schedule = Schedule(*sizes)
+    places = np.stack(jax.vmap(schedule.at)(np.arange(schedule.size, dtype=np.int32)), 1)
+    expected = np.stack(np.indices(sizes[:4]).reshape(4, -1), 1)
+    np.testing.assert_array_equal(np.unique(places, axis=0), expected)
+    # Within a section, tiles start in the order of their ranks.
+    rows, blocks = sizes[0] * sizes[1], sizes[4] * sizes[2] * sizes[3]
+    assert [*map(len, np.split(places, range(blocks, len(places), blocks)))][:-1] == [blocks] * (
+        -(-rows // sizes[4]) - 1
+    )
+    for section in np.split(places, range(blocks, len(places), blocks)):
+        assert np.all(np.diff(section[:, 3]) >= 0)
+
+
+def blocks_of(x, of_keys):
+    """Costs of the blocks of a causal call, in units of a pair of tiles, in the order of starts."""
+    config = Config(tile=None, scale=1.0, right=0)
+    plan, arrays = block_attention._arrange("key" if of_keys else "forward", config, x)
+    rows = types.SimpleNamespace(d_out=arrays.query)
+    schedule = tiles.schedule_of(plan, arrays, rows, of_keys=of_keys)
+    example, _, _, rank = jax.vmap(schedule.at)(np.arange(schedule.size, dtype=np.int32))
+    order, (ranges,) = np.asarray(arrays.order)[:, 0], np.asarray(arrays.walk)[:, :, 0]
+    example = np.minimum(example, len(order) - 1)
+    visited = ranges[example, order[example, rank]]
+    heads = plan.group if of_keys else 1
+    # Loading the own tile and storing the results take about as long as a pair of tiles.
+    return (visited[:, 1] - visited[:, 0]) * heads + 1
+
+
+def finished(costs, processors=132):
+    """When the last block ends: each starts on the multiprocessor that is free first."""
+    free = [0] * processors
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def operands(batch, length, heads, key_heads, documents=None):
+    def zeros(heads):
+        return jnp.zeros((batch, length, heads, 128), jnp.bfloat16)
+
+    segments = None
+    if documents is not None:
+        ids = np.sort(np.random.default_rng(0).integers(1, documents + 1, (batch, length)))
+        segments = jnp.asarray(ids), jnp.asarray(ids)
+    return Inputs(zeros(heads), zeros(key_heads), zeros(key_heads), segments=segments)
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 8192, 16, 16),
+        (1, 8192, 32, 8),
+        (2, 8192, 8, 8),
+        (1, 16_384, 16, 16),
+        (2, 16_384, 8, 8, 16),
+    ],
+)
+def test_multiprocessors_of_an_h100_end_at_about_the_same_time(sizes, of_keys):
+    costs = blocks_of(operands(*sizes), of_keys)
+    assert finished(costs) <= 1.01 * max(costs.sum() / 132, costs.max())
+
+
+def test_blocks_of_a_section_read_what_the_l2_cache_holds():
+    x = operands(1, 8192, 16, 16)
+    plan, arrays = block_attention._arrange("forward", Config(tile=None, scale=1.0, right=0), x)
+    schedule = tiles.schedule_of(plan, arrays, None, of_keys=False)
+    assert schedule.at_once * (x.key.nbytes + x.value.nbytes) / 16 <= 32 * 2**20
+
+
+def test_tiles_start_with_the_longest_with_documents_and_layouts_too():
+    x = operands(2, 1024, 1, 1, 4)
+    config = Config(tile=None, scale=1.0, right=0)
+    _, arrays = block_attention._arrange("forward", config, x)
+    ranges, order = np.asarray(arrays.walk[0])[:, 0], np.asarray(arrays.order)[:, 0]
+    counts = np.take_along_axis(ranges[..., 1] - ranges[..., 0], order, 1)
+    assert np.all(np.diff(counts) <= 0) and np.ptp(counts) > 0
+    mask = np.array([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 1]], bool)
+    layout = BlockLayout.from_block_mask(mask, tile=(128, 128), lengths=(512, 512))
+    _, arrays = block_attention._arrange(
+        "forward",
+        Config(tile=(128, 128), scale=1.0),
+        operands(1, 512, 1, 1)._replace(layout=layout),
+    )
+    assert np.asarray(arrays.order).ravel().tolist() == [1, 3, 0, 2]
+
+
 # Refused arguments
 
 
@@ -294,12 +399,6 @@ def test_older_versions_of_jax_take_no_functions_of_logits(monkeypatch, options)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
     with pytest.raises(NotImplementedError, match="needs jax 0.12 for a soft cap or a score_mod"):
         attend(**draw(dtype=np.float16), **options)
-
-
-def test_what_a_grid_does_not_hold_is_refused():
-    array = jax.ShapeDtypeStruct((2**16, 1, 1, 64), np.float16)
-    with pytest.raises(NotImplementedError, match="takes up to 65535 examples and heads each, got"):
-        jax.eval_shape(attend, array, array, array)
 
 
 def test_what_it_does_not_take_triton_does_on_the_same_device():

@@ -14,7 +14,7 @@ from effattn import dispatch
 from effattn.analysis import cost
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.nn.alibi import Alibi
-from effattn.pallas import block_tiles
+from effattn.pallas import block_tiles, visited_tiles
 from effattn.testing.functions import as_float64, assert_close
 from tests.dense import cotangents, draw, with_gradients
 from tests.marks import slow, slow_but_for
@@ -269,7 +269,7 @@ def test_which_tiles_are_visited_is_worked_out_in_linear_memory():
             plan, arrays = block_tiles.arrange(
                 Config(tile=None, scale=1.0, right=0), operands, (64, 64)
             )
-            return block_tiles.walk_arrays(plan, arrays, operands, of_keys=False)
+            return visited_tiles.walk_arrays(plan, arrays, operands, of_keys=False)
 
         query = jax.ShapeDtypeStruct((1, length, 1, 1), jnp.float32)
         ids = jax.ShapeDtypeStruct((1, length), jnp.int32)

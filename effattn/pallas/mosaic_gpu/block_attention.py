@@ -9,29 +9,31 @@ for all rows of a block.
 
 - forward: two computing warpgroups take turns, so that the exponentials of one warpgroup overlap
   with the products of the other. For a tile of 128 x 128 at head size 128 a multiprocessor takes
-  1024 cycles for the exponentials and 2048 cycles for the products.
-- gradient of the queries: the weights are recomputed from the log-sum-exp. The sum stays in the
-  accumulator of `wgmma` over all tiles.
+  1024 cycles for the exponentials and 2048 cycles for the products. `wgmma` adds the product with
+  the values to the output, which was rescaled before the turn.
+- gradient of the queries: the weights are recomputed from the log-sum-exp, while dO V^T is being
+  computed. The sum stays in the accumulator of `wgmma` over all tiles.
 - gradients of keys and values: both sums stay in accumulators of `wgmma`. The logits are
   transposed, `(s, t)`, so that weights go from registers into the next product without a change of
   layout.
 
+Order. Blocks start with the tiles that visit the most others (`tiles.Schedule`).
+
 Registers. With two computing warpgroups a thread has 232 registers. A product of 64 rows takes one
 register per thread for every two columns. At head size 128 and s = 128 the forward keeps 64
-registers of the output; the logits (64) and the product that is added to the output (64) are not
-live at the same time, and one of them is live together with the weights (32). The gradients of keys
-and values take 128 registers at head size 128, which leaves room for two tiles of logits of 64
-columns (64 registers). At head size 256 these gradients would take 256 registers, so they are
-computed in two calls. For causal attention ptxas 13.5 then keeps everything in registers, except
-for spills of 100 bytes per thread in the gradients of keys and values at head size 128, and of 72
-to 260 bytes in all kernels but one at head size 256.
+registers of the output, and the logits (64) or the weights (32). The gradients of keys and values
+take 128 registers at head size 128, which leaves room for two tiles of logits of 64 columns (64
+registers). At head size 256 these gradients would take 256 registers, so they are computed in two
+calls. For causal attention ptxas 13.5 then keeps everything in registers, except for spills of 120
+bytes per thread in the gradients of keys and values at head size 128, and of 252 and 396 bytes in
+those of queries and of keys at head size 256.
 
 Memory. Each number of the keys and values that a block reads is multiplied with t queries, 2 t
 operations in the forward and t operations per byte of bfloat16. L2 delivers one byte in the time of
 180 operations, so with t = 128 it allows at most 71 % of the peak rate. At head size 256 the shared
-memory of 227 KB then holds the queries (64 KB), two slots of s = 64 keys and values (128 KB) and
-the staging buffer of the output (16 KB). The gradients also read dO, and have 64 rows in place of
-128.
+memory of 227 KB then holds the queries (64 KB) and two slots of s = 64 keys and values (128 KB).
+The output is stored through the buffer of the queries if it has their shape and dtype, else through
+a buffer of its own. The gradients also read dO, and have 64 rows in place of 128.
 
 XLA computes the gradients of a scale and of the arrays that a score_mod closes over
 (`effattn.xla.block_attention`), which is equally exact.
@@ -54,7 +56,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from effattn import dispatch
 from effattn.dispatch import device
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.pallas import block_tiles, partition
+from effattn.pallas import block_tiles, partition, visited_tiles
 from effattn.pallas.mosaic_gpu import tiles
 from effattn.pallas.mosaic_gpu.tiles import ROWS, Own, Product, Stream, Tile, Turns, down
 from effattn.xla import block_attention as xla
@@ -78,7 +80,6 @@ KEY = "key", "key_ids", "key_positions"
 _MISCOMPILED = 12080, 12090  # first and last CUDA version whose ptxas miscompiles kernels
 _MOST_AT_ONCE = 128  # largest number of output features of one product in the forward
 _MOST_KEPT = 256  # largest number of features of all accumulators of a warpgroup
-_MOST_BLOCKS = 2**16 - 1  # CUDA limit on the sizes of two axes of a grid
 # The kernel cannot gather from registers, so it compares every logit with each entry of a table.
 _MOST_COMPARED = 16
 _LOG2E = math.log2(math.e)
@@ -93,10 +94,6 @@ def refusal(config: Config, x: Inputs) -> str | None:
             return f"takes no dense {name}"
     if jax.__version_info__ < (0, 12) and (config.soft_cap or config.score_mod):
         return f"needs jax 0.12 for a soft cap or a score_mod, got {jax.__version__}"
-    examples = math.prod(x.query.shape[:-3])
-    if max(examples, x.query.shape[-2]) > _MOST_BLOCKS:
-        heads = x.query.shape[-2]
-        return f"takes up to {_MOST_BLOCKS} examples and heads each, got {examples} and {heads}"
     given = config.tile if x.layout is None else x.layout.tile
     if given is not None and any(side % ROWS for side in given):
         return f"takes tiles of multiples of {ROWS} queries and keys, got {given}"
@@ -144,23 +141,27 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     the rounding error of the log-sum-exp matters, that factor has rounded the logits as much.
     """
     plan, arrays = _arrange("forward", config, x)
-    batch, queries, heads, _ = arrays.query.shape
-    workers = plan.tile[0] // ROWS
+    batch, queries, heads, size = arrays.query.shape
+    workers, value_size = plan.tile[0] // ROWS, arrays.value.shape[3]
     scratch = (
         Own.scratch(tiles.of_tokens(arrays, *QUERY), workers),
         Stream.scratch(tiles.of_tokens(arrays, *KEY), plan.tile[1], workers),
         Stream.scratch(tiles.of_tokens(arrays, "value"), plan.tile[1], workers),
         Product.scratch(plan, plan.tile[1], x.value.dtype, workers),
         Turns.scratch(workers),
-        tiles.staging(workers, dtype),
+        # The output is stored through the buffer of the queries if that has its shape and dtype.
+        None
+        if dtype == x.query.dtype and value_size == size
+        else tiles.staging(workers, tiles.swizzled(dtype), dtype),
         plgpu.SMEM((workers, ROWS), jnp.float32),
     )
     shapes = (
-        ((batch, queries, heads, arrays.value.shape[3]), dtype),
+        ((batch, queries, heads, value_size), dtype),
         ((batch, heads, plan.grid[0] * plan.tile[0]), jnp.float32),
     )
-    grid = batch, heads, plan.grid[0]
-    out, lse = tiles.call("forward", _forward_kernel, plan, arrays, grid, shapes, scratch, workers)
+    out, lse = tiles.call(
+        "forward", _forward_kernel, plan, arrays, None, shapes, scratch, of_keys=False
+    )
     out = out[:, : plan.lengths[0], :, : plan.sizes[1]]
     lse = jnp.swapaxes(lse[..., : plan.lengths[0]], 1, 2)
     lse = lse.reshape(x.query.shape[:-1])
@@ -197,7 +198,10 @@ def backward(
 
 
 class _Rows(NamedTuple):
-    """Arrays of the queries for the gradients: lse and delta `(B, N, T')`, dO `(B, T', N, Hv')`."""
+    """Arrays of the queries for the gradients: lse and delta `(B, N, T')`, dO `(B, T', N, Hv')`.
+
+    The log-sum-exp is that in the base of `_factor`.
+    """
 
     lse: Any
     d_out: Any
@@ -207,6 +211,7 @@ class _Rows(NamedTuple):
     def of(cls, plan, x: Inputs, rows) -> "_Rows":
         axes, t = x.query.ndim - 3, plan.tile[0]
         lse, d_out, delta = (array.reshape(-1, *array.shape[axes:]) for array in rows)
+        lse = lse if _factor(plan) is None else lse * _LOG2E
         # Rows of padding get lse = inf, so weight 0, even if a score_mod changes their logits.
         return cls(tiles.by_head(lse, t, jnp.inf), tiles.tokens(d_out), tiles.by_head(delta, t))
 
@@ -215,23 +220,24 @@ def _arrange(kernel: str, config: Config, x: Inputs):
     """Returns the plan of a kernel, with its tile, and the arrays that the kernel reads."""
     sides = config.implementations.tile("mosaic_gpu", kernel) or _tiles_of(x)[kernel]
     plan, arrays = block_tiles.arrange(config, x, block_tiles.fitted(sides, config, x, ROWS))
-    walk = block_tiles.walk_arrays(plan, arrays, x, of_keys=kernel == "key")
-    return plan, tiles.as_read(plan, arrays._replace(walk=walk))
+    of_keys = kernel == "key"
+    walk = visited_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
+    order = visited_tiles.longest_first(plan, arrays, x, walk, of_keys=of_keys)
+    return plan, tiles.as_read(plan, arrays._replace(walk=walk, order=order))
 
 
 class _Queries:
     """Query tile of a block, with the walk over tiles of keys and values."""
 
     def __init__(self, plan, x, block, keys, values):
-        self.plan, self.x, self.b, self.h = plan, x, block.b, block.h
-        # The last query tiles come first: with causal attention they have the most work.
-        self.n = plan.grid[0] - 1 - block.n
+        self.plan, self.x, self.b, self.h, self.n = plan, x, block.b, block.h, block.n
         self.key_head = lax.div(block.h, np.int32(plan.group))
         self.keys = Stream(tiles.of_tokens(x, *KEY), *keys)
         self.values = Stream(tiles.of_tokens(x, "value"), *values)
-        self.walk = block_tiles.walk(
+        self.walk = visited_tiles.walk(
             plan, tiles.entry, x.walk, self.b, self.key_head, self.n, of_keys=False
         )
+        self.visited = self.walk.whole + self.walk.masked
 
     def copy(self):
         """Copies all visited tiles; runs in the copying warpgroup."""
@@ -243,10 +249,10 @@ class _Queries:
 
         tiles.fold(self.walk, step, None)
         for stream in (self.keys, self.values):
-            stream.finish(self.walk.whole + self.walk.masked)
+            stream.finish(self.visited)
 
 
-def _forward_kernel(plan, x, outputs, scratch, block):
+def _forward_kernel(plan, x, _, outputs, scratch, block):
     out, lse = outputs
     own, keys, values, staged, turns, rows_of_out, rows_of_lse = scratch
     tile_of = _Queries(plan, x, block, keys, values)
@@ -261,28 +267,36 @@ def _forward_kernel(plan, x, outputs, scratch, block):
         query, parts = own_rows["query"], _parts(x.value.shape[-1])
         turns_of = Turns(turns, worker)
         # exp2 has an instruction, exp has not: `largest` is the largest logit times log2(e).
-        scale = _scale_alone(plan)
-        factor = _LOG2E * (scale or 1)
+        factor = _factor(plan)
         turns_of.start()
+        keys.wait(0, tile_of.visited)
 
         def step(number, m, carry, whole):
             largest, total, mixed = carry
-            beside = own_rows | keys.get(number)
+            beside = own_rows | keys.at(number)
             products = product.of(query, tiles.transposed(beside["key"]), turns_of.change)
             at = tile.at(first, m * plan.tile[1], beside)
-            logits = products if scale else tile.scores(at, products)(products)
+            logits = products if factor else tile.scores(at, products)(products)
             logits = tile.masked(at, logits, beside, whole)
             keys.done(number)
-            before, largest = largest, jnp.maximum(largest, jnp.max(logits, 1) * factor)
-            weights = jnp.exp2(logits * factor - down(largest, logits.shape[1]))
+            scale = factor or _LOG2E
+            before, largest = largest, jnp.maximum(largest, jnp.max(logits, 1) * scale)
+            weights = jnp.exp2(logits * scale - down(largest, logits.shape[1]))
             decay = jnp.exp2(before - largest)
             total = total * decay + jnp.sum(weights, 1)
             weights = tile.dropped(at, weights).astype(query.dtype)
-            value = values.get(number)["value"]
-            turns_of.change()
-            mixed = tuple(
-                part * down(decay, part.shape[1]) + product.of(weights, value.at[:, features])
-                for part, features in zip(mixed, parts, strict=True)
+            mixed = tuple(part * down(decay, part.shape[1]) for part in mixed)
+            # All of this is computed before this worker's turn, in which products alone run.
+            largest, total, mixed, weights = lax.optimization_barrier(
+                (largest, total, mixed, weights)
+            )
+            turns_of.change(lambda: values.wait(number, tile_of.visited))
+            value = values.at(number)["value"]
+            mixed = product.onto(
+                mixed,
+                weights,
+                [value.at[:, features] for features in parts],
+                lambda: keys.wait(number + 1, tile_of.visited),
             )
             values.done(number)
             return largest, total, mixed
@@ -300,18 +314,18 @@ def _forward_kernel(plan, x, outputs, scratch, block):
         plgpu.commit_smem()
         rows = pl.ds(first, ROWS)
         plgpu.copy_smem_to_gmem(rows_of_lse.at[worker], lse.at[block.b, block.h, rows])
-        for part, features in zip(mixed, parts, strict=True):
-            target = out.at[block.b, rows, block.h, features]
-            tiles.put_rows(rows_of_out.at[worker], part / down(total, part.shape[1]), target)
+        room = query if rows_of_out is None else rows_of_out.at[worker]
+        outputs = [part / down(total, part.shape[1]) for part in mixed]
+        tiles.put_rows(room, outputs, out.at[block.b, rows, block.h])
 
     tiles.roles(plan.tile[0] // ROWS, worker, compute, tile_of.copy)
 
 
-def _scale_alone(plan):
-    """Returns the scale if logits are products times a static positive scale; otherwise None.
+def _factor(plan):
+    """Returns log2(e) times the scale, if logits are products times a static positive scale.
 
-    The caller merges such a scale with the factor log2(e) of `exp2`, so the scale costs no
-    operation. A positive scale does not change which product is the largest.
+    The caller merges the scale with the factor log2(e) of `exp2`, so the scale costs no operation.
+    A positive scale does not change which product is the largest. For other logits: None.
     """
     config = plan.config
     if (
@@ -320,7 +334,7 @@ def _scale_alone(plan):
         and config.scale is not None
         and config.scale > 0
     ):
-        return config.scale
+        return config.scale * _LOG2E
     return None
 
 
@@ -330,28 +344,73 @@ def _parts(width):
     return [pl.ds(start, min(size, width - start)) for start in range(0, width, size)]
 
 
+def _weights(tile, at, products, beside, whole, lse):
+    """Returns the recomputed weights before dropout, from the log-sum-exp as in `_Rows`."""
+    factor = _factor(tile.plan)
+    logits = tile.scores(at, products)(products) if factor is None else products
+    logits = tile.masked(at, logits, beside, whole)
+    return jnp.exp(logits - lse) if factor is None else jnp.exp2(logits * factor - lse)
+
+
+def _gradients(tile, product, at, beside, whole, pairs, of_rows):
+    """Returns the weights after dropout, and the gradient of the products of queries and keys.
+
+    With `_factor` the gradient lacks the factor of the scale, which `_scaled` applies to its sum.
+
+    Args:
+      tile: part of a tile.
+      product: products of the worker.
+      at: indices and positions of the part.
+      beside: arrays of its tokens, by name.
+      whole: whether all its pairs may attend.
+      pairs: factors of the products of queries and keys, and of dO V^T.
+      of_rows: function that loads "lse" or "delta", broadcast to the part. It is called late, as
+        these numbers take as many registers as a product in a transposed part.
+    """
+    plan = tile.plan
+    if _factor(plan) is not None:
+
+        def between(products):
+            return _weights(tile, at, products, beside, whole, of_rows("lse"))
+
+        weights, d_weights = product.of_both(*pairs, between=between)
+        d_products = weights * (tile.dropped(at, d_weights) - of_rows("delta"))
+        return tile.dropped(at, weights), d_products
+    products, d_weights = product.of_both(*pairs, between=lambda products: products)
+    logits, pull_back = jax.vjp(tile.scores(at, products), products)
+    logits = tile.masked(at, logits, beside, whole)
+    sums = of_rows("lse"), of_rows("delta")
+    weights, d_logits = block_tiles.gradients(plan, at, logits, sums, d_weights, tile.load)
+    return weights, pull_back(d_logits)[0]
+
+
+def _scaled(plan, gradient):
+    """Returns the gradient of queries or keys from the sum over `_gradients`."""
+    return gradient if _factor(plan) is None else gradient * plan.config.scale
+
+
 # Gradient of the queries
 
 
 def _query_gradient(config, x: Inputs, rows):
     plan, arrays = _arrange("query", config, x)
-    workers, dtype, (batch, _, heads, _) = plan.tile[0] // ROWS, x.query.dtype, arrays.query.shape
-    inputs = arrays, _Rows.of(plan, x, rows)
+    workers, dtype = plan.tile[0] // ROWS, x.query.dtype
+    of_rows = _Rows.of(plan, x, rows)
     scratch = (
-        Own.scratch(tiles.of_tokens(arrays, *QUERY) | inputs[1]._asdict(), workers),
+        Own.scratch(tiles.of_tokens(arrays, *QUERY) | of_rows._asdict(), workers),
         Stream.scratch(tiles.of_tokens(arrays, *KEY), plan.tile[1], workers),
         Stream.scratch(tiles.of_tokens(arrays, "value"), plan.tile[1], workers),
         Product.scratch(plan, plan.tile[1], dtype, workers),
-        tiles.staging(workers, dtype),
     )
-    grid, shapes = (batch, heads, plan.grid[0]), ((arrays.query.shape, dtype),)
-    (d_query,) = tiles.call("query", _query_kernel, plan, inputs, grid, shapes, scratch, workers)
+    shapes = ((arrays.query.shape, dtype),)
+    (d_query,) = tiles.call(
+        "query", _query_kernel, plan, arrays, of_rows, shapes, scratch, of_keys=False
+    )
     return _of_shape(d_query, x.query)
 
 
-def _query_kernel(plan, inputs, outputs, scratch, block):
-    x, rows = inputs
-    own, keys, values, staged, rows_of_gradient = scratch
+def _query_kernel(plan, x, rows, outputs, scratch, block):
+    own, keys, values, staged = scratch
     tile_of = _Queries(plan, x, block, keys, values)
     keys, values, worker = tile_of.keys, tile_of.values, block.worker
 
@@ -361,32 +420,31 @@ def _query_kernel(plan, inputs, outputs, scratch, block):
         product = Product.of_worker(staged, worker)
         of_queries = tiles.of_tokens(x, *QUERY) | rows._asdict()
         own_rows = Own(of_queries, *own).get(worker, block.b, block.h, first)
-        sums = tile.each(own_rows["lse"], 0), tile.each(own_rows["delta"], 0)
+        sums = {name: tile.each(own_rows[name], 0) for name in ("lse", "delta")}
 
         def total(d_query):
             def step(number, m, carry, whole):
                 beside = own_rows | keys.get(number) | values.get(number)
                 at = tile.at(first, m * plan.tile[1], beside)
-                products, d_weights = product.of_both(
+                pairs = (
                     (beside["query"], tiles.transposed(beside["key"])),
                     (beside["d_out"], tiles.transposed(beside["value"])),
                 )
+                _, d_products = _gradients(
+                    tile, product, at, beside, whole, pairs, sums.__getitem__
+                )
                 values.done(number)
-                logits, pull_back = jax.vjp(tile.scores(at, products), products)
-                logits = tile.masked(at, logits, beside, whole)
-                _, d_logits = block_tiles.gradients(plan, at, logits, sums, d_weights, tile.load)
-                (d_products,) = pull_back(d_logits)
                 product.add(d_query, d_products.astype(x.key.dtype), beside["key"])
                 plgpu.wgmma_wait(0)
                 keys.done(number)
                 return carry
 
             tiles.fold(tile_of.walk, step, None)
-            return d_query[...]
+            return tiles.read(d_query)
 
         found = pl.run_scoped(total, plgpu.ACC((ROWS, x.query.shape[-1]), jnp.float32))
         target = outputs[0].at[block.b, pl.ds(first, ROWS), block.h]
-        tiles.put_rows(rows_of_gradient.at[worker], found, target)
+        tiles.put_rows(own_rows["query"], [_scaled(plan, found)], target)
 
     tiles.roles(plan.tile[0] // ROWS, worker, compute, tile_of.copy)
 
@@ -397,38 +455,34 @@ def _query_kernel(plan, inputs, outputs, scratch, block):
 def _key_gradient(config, x: Inputs, rows, wanted):
     """Yields the gradients of the arrays named in `wanted`: "key", "value" or both."""
     plan, arrays = _arrange("key", config, x)
-    workers, dtype, (batch, _, heads, _) = plan.tile[1] // ROWS, x.key.dtype, arrays.key.shape
-    inputs = arrays, _Rows.of(plan, x, rows)
+    workers, dtype, of_rows = plan.tile[1] // ROWS, x.key.dtype, _Rows.of(plan, x, rows)
     scratch = (
         Own.scratch(tiles.of_tokens(arrays, *KEY, "value"), workers),
         Stream.scratch(tiles.of_tokens(arrays, *QUERY), plan.tile[0], workers),
-        Stream.scratch(inputs[1]._asdict(), plan.tile[0], workers),
+        Stream.scratch(of_rows._asdict(), plan.tile[0], workers),
         Product.scratch(plan, plan.tile[0], dtype, workers),
-        tiles.staging(workers, dtype),
     )
-    grid = batch, heads, plan.grid[1]
     shapes = tuple((getattr(arrays, name).shape, dtype) for name in wanted)
     kernel = functools.partial(_key_kernel, wanted)
     name = "_".join(wanted)
-    found = tiles.call(name, kernel, plan, inputs, grid, shapes, scratch, workers)
+    found = tiles.call(name, kernel, plan, arrays, of_rows, shapes, scratch, of_keys=True)
     for name, gradient in zip(wanted, found, strict=True):
         yield _of_shape(gradient, getattr(x, name))
 
 
 def _of_shape(padded, like):
-    """Removes the padding and restore the shape of `like`."""
+    """Removes the padding and restores the shape of `like`."""
     length, _, size = like.shape[-3:]
     return padded[:, :length, :, :size].reshape(like.shape)
 
 
-def _key_kernel(wanted, plan, inputs, outputs, scratch, block):
-    x, rows = inputs
-    own, queries, d_outs, staged, rows_of_gradient = scratch
+def _key_kernel(wanted, plan, x, rows, outputs, scratch, block):
+    own, queries, d_outs, staged = scratch
     queries = Stream(tiles.of_tokens(x, *QUERY), *queries)
     d_outs = Stream(rows._asdict(), *d_outs)
     b, key_head, m, worker = block
     t, s = plan.tile
-    walk = block_tiles.walk(plan, tiles.entry, x.walk, b, key_head, m, of_keys=True)
+    walk = visited_tiles.walk(plan, tiles.entry, x.walk, b, key_head, m, of_keys=True)
     visited = walk.whole + walk.masked
 
     def over_heads(of_head):
@@ -458,7 +512,7 @@ def _key_kernel(wanted, plan, inputs, outputs, scratch, block):
         own_rows = Own(of_keys, *own).get(worker, b, key_head, first)
 
         def total(*accumulators):
-            sums = dict(zip(wanted, accumulators, strict=True))
+            totals = dict(zip(wanted, accumulators, strict=True))
 
             def of_head(h, numbered_from):
                 tile = Tile(plan, x, b, h, transposed=True)
@@ -467,43 +521,41 @@ def _key_kernel(wanted, plan, inputs, outputs, scratch, block):
                     beside = own_rows | queries.get(number) | d_outs.get(number)
                     at = tile.at(n * t, first, beside)
                     left_and_right = beside["key"], tiles.transposed(beside["query"])
+
+                    def of_rows(name):
+                        return tile.each(beside[name], 0)
+
                     if "key" in wanted:
-                        products, d_weights = product.of_both(
-                            left_and_right, (beside["value"], tiles.transposed(beside["d_out"]))
+                        pairs = left_and_right, (beside["value"], tiles.transposed(beside["d_out"]))
+                        weights, d_products = _gradients(
+                            tile, product, at, beside, whole, pairs, of_rows
                         )
                     else:
                         products = product.of(*left_and_right)
-                    logits, pull_back = jax.vjp(tile.scores(at, products), products)
-                    logits = tile.masked(at, logits, beside, whole)
-                    of_rows = tile.each(beside["lse"], 0), tile.each(beside["delta"], 0)
-                    if "key" in wanted:
-                        weights, d_logits = block_tiles.gradients(
-                            plan, at, logits, of_rows, d_weights, tile.load
-                        )
-                    else:
-                        weights = tile.dropped(at, jnp.exp(logits - of_rows[0]))
+                        weights = _weights(tile, at, products, beside, whole, of_rows("lse"))
+                        weights = tile.dropped(at, weights)
                     if "value" in wanted:
                         weights = weights.astype(x.value.dtype)
-                        product.add(sums["value"], weights, beside["d_out"])
-                        plgpu.wgmma_wait(0)
-                    d_outs.done(number)
+                        product.add(totals["value"], weights, beside["d_out"])
                     if "key" in wanted:
-                        (d_products,) = pull_back(d_logits)
                         d_products = d_products.astype(x.key.dtype)
-                        product.add(sums["key"], d_products, beside["query"])
-                        plgpu.wgmma_wait(0)
+                        product.add(totals["key"], d_products, beside["query"])
+                    plgpu.wgmma_wait(1 if "key" in wanted else 0)  # dO has been read
+                    d_outs.done(number)
+                    plgpu.wgmma_wait(0)
                     queries.done(number)
                     return carry
 
                 tiles.fold(walk, step, None, numbered_from)
 
             over_heads(of_head)
-            return [sums[name][...] for name in wanted]
+            return [tiles.read(totals[name]) for name in wanted]
 
         sizes = [getattr(x, name).shape[-1] for name in wanted]
         found = pl.run_scoped(total, *(plgpu.ACC((ROWS, n), jnp.float32) for n in sizes))
-        for output, gradient in zip(outputs, found, strict=True):
+        for name, output, gradient in zip(wanted, outputs, found, strict=True):
             target = output.at[b, pl.ds(first, ROWS), key_head]
-            tiles.put_rows(rows_of_gradient.at[worker], gradient, target)
+            gradient = _scaled(plan, gradient) if name == "key" else gradient
+            tiles.put_rows(own_rows[name], [gradient], target)
 
     tiles.roles(s // ROWS, worker, compute, copy)

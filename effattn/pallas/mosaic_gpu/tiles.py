@@ -1,4 +1,4 @@
-"""Loads and stores of tiles for the block-attention kernels in Mosaic GPU.
+"""Blocks, loads, products and stores of tiles for the block-attention kernels in Mosaic GPU.
 
 A block has one warpgroup that copies tiles into shared memory, and other warpgroups (the workers)
 that compute, each on 64 rows of the block's tile. The bulk copy engine (TMA) does the copies. The
@@ -7,7 +7,7 @@ of a tile. Head sizes are padded with zeros to multiples of 64 numbers, the 128 
 row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,14 +20,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from effattn.arrays import mesh_axes
 from effattn.dispatch import device
 from effattn.dispatch.refused import refusing
+from effattn.interfaces.block_attention import NO_KEY
 from effattn.pallas import block_tiles
-from effattn.pallas.block_tiles import Arrays, At, Plan, Walk
+from effattn.pallas.block_tiles import Arrays, At, Plan
+from effattn.pallas.visited_tiles import Walk
 
 ROWS = 64  # rows of a product of one warpgroup
 WIDTH = 64  # 16-bit numbers of a swizzled row
 _SWIZZLE, _GROUP = 128, 8  # bytes of a swizzled row; number of rows swizzled together
 STAGES = 2  # tiles in flight: one tile is copied while the other tile is multiplied
 _REGISTERS = 232, 40  # registers of a computing and a copying thread, for 2 + 1 warpgroups
+# Bytes that the blocks of a section read. The L2 cache of an H100 has 50 MB, in two halves that
+# copy from each other.
+_CACHED = 32 * 2**20
+# Least blocks of a section, two for each multiprocessor of an H100. With fewer, the short tiles at
+# the end of the last section do not fill the time until its long tiles end.
+_LEAST_BLOCKS = 2 * 132
 
 _ALONG_ROWS, _ALONG_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _SIDES = "query", "key"
@@ -52,7 +60,7 @@ def as_read(plan: Plan, x: Arrays) -> Arrays:
         query_positions=padded(x.query_positions, 1, t),
         key_positions=padded(x.key_positions, 1, s),
         query_ids=padded(x.query_ids, 1, t),
-        key_ids=padded(x.key_ids, 1, s, block_tiles.NO_KEY),
+        key_ids=padded(x.key_ids, 1, s, NO_KEY),
     )
 
 
@@ -66,17 +74,22 @@ def by_head(rows: jax.Array, tile: int, value: Any = 0) -> jax.Array:
     return padded(jnp.swapaxes(rows, 1, 2), 2, tile, value)
 
 
+def swizzled(dtype: Any) -> int:
+    """Returns the numbers of a swizzled row."""
+    return _SWIZZLE // jnp.dtype(dtype).itemsize
+
+
 def shared(shape: tuple[int, ...], dtype: Any) -> Any:
     """Declares shared memory in the swizzled layout of the copy engine and of tensor cores."""
-    size = _SWIZZLE // jnp.dtype(dtype).itemsize
+    size = swizzled(dtype)
     tiling = plgpu.TilingTransform((_GROUP, size))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(_SWIZZLE)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
-def staging(workers: int, dtype: Any) -> Any:
-    """Declares the staging buffer in shared memory through which `put_rows` writes results."""
-    return shared((workers, ROWS, _SWIZZLE // jnp.dtype(dtype).itemsize), dtype)
+def staging(workers: int, width: int, dtype: Any) -> Any:
+    """Declares a staging buffer in shared memory, through which `put_rows` writes results."""
+    return shared((workers, ROWS, width), dtype)
 
 
 class Product:
@@ -109,27 +122,63 @@ class Product:
             left = self.staged
         plgpu.wgmma(total, left, right)
 
-    def of(self, left: Any, right: Any, issued: Callable[[], None] | None = None) -> jax.Array:
-        """Returns `left @ right` in float32; call `issued` while the product is being computed."""
+    def of(self, left: Any, right: Any, meanwhile: Callable[[], None] | None = None) -> jax.Array:
+        """Returns `left @ right` in float32; `meanwhile` is called while it is being computed."""
 
         def multiply(total):
             self.add(total, left, right)
-            if issued is not None:
-                issued()
-            return total[...]
+            if meanwhile is not None:
+                meanwhile()
+            return read(total)
 
         return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
 
-    def of_both(self, *pairs: tuple[Any, Any]) -> list[jax.Array]:
-        """Returns `left @ right` in float32 for pairs in shared memory; the products overlap."""
+    def onto(
+        self, totals: tuple, left: Any, rights: list, meanwhile: Callable[[], None]
+    ) -> tuple[jax.Array, ...]:
+        """Returns `total + left @ right` for each pair of `totals` and `rights`.
+
+        The tensor cores add to the totals in place. `meanwhile` is called while they do.
+        """
+        if self.staged is not None:  # the interpreter has no accumulators with a first value
+            found = tuple(
+                total + self.of(left, right) for total, right in zip(totals, rights, strict=True)
+            )
+            meanwhile()
+            return found
+
+        def multiply(sums):
+            for total, right in zip(sums, rights, strict=True):
+                plgpu.wgmma(total, left, right)
+            meanwhile()
+
+        sums = pl.run_state(multiply)(tuple(plgpu.ACC.init(total) for total in totals))
+        return lax.optimization_barrier(sums)
+
+    def of_both(
+        self, *pairs: tuple[Any, Any], between: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns `between(first)` and `second`, the products of two pairs in shared memory.
+
+        `between` is computed while the tensor cores compute the second product.
+        """
 
         def multiply(*totals):
             for total, (left, right) in zip(totals, pairs, strict=True):
                 plgpu.wgmma(total, left, right)
-            return [total[...] for total in totals]
+            return between(read(totals[0], in_flight=1)), read(totals[1])
 
         shapes = [(left.shape[0], right.shape[1]) for left, right in pairs]
         return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def read(total: Any, in_flight: int = 0) -> jax.Array:
+    """Returns the value of an accumulator, once at most `in_flight` products are being computed.
+
+    The barrier makes what uses the value depend on the wait. Without it the compiler may move the
+    use before the wait, and read zeros.
+    """
+    return lax.optimization_barrier(plgpu.wgmma_accumulator_load(total, wait_n=in_flight))
 
 
 def constant(shape: tuple[int, ...], value: Any) -> jax.Array:
@@ -220,11 +269,18 @@ class Stream:
         pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(self.read.at[slot]))
         _copy(self.arrays, self.buffers, slot, self.filled, b, head, start)
 
+    def wait(self, number, total):
+        """Waits for a tile, unless there are only `total` tiles; once for each tile."""
+        pl.when(number < total)(lambda: plgpu.barrier_wait(self.filled.at[_slot(number)]))
+
+    def at(self, number) -> dict[str, Any]:
+        """Returns the buffers of a tile, after `wait`."""
+        return _at(self.buffers, _slot(number))
+
     def get(self, number) -> dict[str, Any]:
-        """Waits for a tile and return its buffers."""
-        slot = _slot(number)
-        plgpu.barrier_wait(self.filled.at[slot])
-        return _at(self.buffers, slot)
+        """Waits for a tile and returns its buffers."""
+        plgpu.barrier_wait(self.filled.at[_slot(number)])
+        return self.at(number)
 
     def done(self, number):
         """Signals that this worker has read the tile."""
@@ -258,10 +314,13 @@ class Turns:
         """Declares the barrier if there are two workers."""
         return (plgpu.Barrier(num_arrivals=2),) if workers == 2 else ()
 
-    def change(self) -> None:
-        """Ends the turn of this worker and wait for its next turn."""
+    def change(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Ends the turn of this worker, calls `meanwhile`, and waits for its next turn."""
         if self.barrier:
             plgpu.barrier_arrive(self.barrier[0])
+        if meanwhile is not None:
+            meanwhile()
+        if self.barrier:
             plgpu.barrier_wait(self.barrier[0])
 
     def start(self) -> None:
@@ -361,22 +420,88 @@ def fold(walk: Walk, step: Callable, carry: Any, first: Any = 0) -> Any:
     return carry
 
 
-def put_rows(staged: Any, value: jax.Array, target: Any) -> None:
-    """Stores `(r, width)` through shared memory, one swizzled row of features at a time."""
-    width = staged.shape[1]
-    for start in range(0, value.shape[1], width):
-        staged[...] = value[:, start : start + width].astype(staged.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, target.at[:, pl.ds(start, width)])
-        plgpu.wait_smem_to_gmem(0)
+def put_rows(staged: Any, parts: Sequence[jax.Array], target: Any) -> None:
+    """Stores `(r, width)`, given in parts of its features, through a buffer in shared memory.
+
+    If the buffer is narrower than the parts together, one swizzled row is stored at a time. Returns
+    when the buffer has been read.
+    """
+    width, columns = staged.shape[1], sum(part.shape[1] for part in parts)
+    start = 0
+    for part in parts:
+        size = part.shape[1] if width == columns else width
+        for first in range(0, part.shape[1], size):
+            at = pl.ds(start if width == columns else 0, size)
+            room = staged if size == width else staged.at[:, at]
+            room[...] = part[:, first : first + size].astype(staged.dtype)
+            if width < columns:
+                _store(staged, target.at[:, pl.ds(start + first, size)])
+        start += part.shape[1]
+    if width == columns:
+        _store(staged, target)
+
+
+def _store(staged, target):
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+class Schedule(NamedTuple):
+    """Blocks of a kernel, in the order in which they start.
+
+    The blocks of a section start with its longest tiles, so that all multiprocessors finish it at
+    about the same time. Blocks of one section read arrays that fit in the L2 cache together, if a
+    section then has enough blocks.
+
+    Attributes:
+      examples: B.
+      key_heads: K.
+      group: blocks of a key head for one tile.
+      tiles: tiles of a key head.
+      at_once: key heads, over all examples, of a section.
+    """
+
+    examples: int
+    key_heads: int
+    group: int
+    tiles: int
+    at_once: int
+
+    @classmethod
+    def of(cls, examples, key_heads, group, tiles, read_bytes: int) -> "Schedule":
+        """Returns the schedule of blocks that read `read_bytes` for all heads together."""
+        rows = examples * key_heads
+        most = max(1, rows * group * tiles // _LEAST_BLOCKS)
+        sections = max(1, min(rows, most, -(-read_bytes // _CACHED)))
+        return cls(examples, key_heads, group, tiles, -(-rows // sections))
+
+    @property
+    def size(self) -> int:
+        """Number of blocks."""
+        return self.examples * self.key_heads * self.group * self.tiles
+
+    def at(self, index) -> tuple[Any, Any, Any, Any]:
+        """Returns the example, key head, number in the group, and rank of the tile of a block."""
+        # lax.div and lax.rem, as // and % need several more operations for negative numbers.
+        rows, at_once, group = self.examples * self.key_heads, self.at_once, np.int32(self.group)
+        of_section = np.int32(at_once * self.group * self.tiles)
+        first = lax.div(index, of_section) * np.int32(at_once)
+        together = jnp.minimum(np.int32(at_once), rows - first) * group
+        place = lax.rem(index, of_section)
+        inner = lax.rem(place, together)
+        row = first + lax.div(inner, group)
+        heads = np.int32(self.key_heads)
+        example, key_head = lax.div(row, heads), lax.rem(row, heads)
+        return example, key_head, lax.rem(inner, group), lax.div(place, together)
 
 
 class Block(NamedTuple):
-    """Indices of a block in the grid, and of a warpgroup in the block.
+    """Indices of a block, and of a warpgroup in the block.
 
     Attributes:
       b: index of the example.
-      h: index of the query head or of the key head.
+      h: index of the query head or, in the gradients of keys and values, of the key head.
       n: index of the tile.
       worker: index of the warpgroup; the last warpgroup copies.
     """
@@ -387,34 +512,48 @@ class Block(NamedTuple):
     worker: Any
 
 
-def call(
-    name: str, kernel, plan: Plan, inputs, grid, shapes, scratch, workers: int
-) -> list[jax.Array]:
-    """Runs `kernel(plan, inputs, outputs, scratch, block)` over a grid of examples, heads, tiles.
+def schedule_of(plan: Plan, x: Arrays, rows: Any, *, of_keys: bool) -> Schedule:
+    """Returns the schedule; a block reads keys and values or, if `of_keys`, queries and dO."""
+    streamed = (x.query, rows.d_out) if of_keys else (x.key, x.value)
+    read_bytes = sum(array.size * array.dtype.itemsize for array in streamed)
+    group, tiles = (1 if of_keys else plan.group), plan.grid[of_keys]
+    return Schedule.of(x.query.shape[0], plan.heads[1], group, tiles, read_bytes)
 
-    `inputs` and `scratch` are pytrees; the kernel gets pytrees of references of the same structure.
+
+def call(
+    name: str, kernel, plan: Plan, x: Arrays, rows, shapes, scratch, *, of_keys: bool
+) -> list[jax.Array]:
+    """Runs `kernel(plan, x, rows, outputs, scratch, block)` for all blocks.
+
+    `x`, `rows` and `scratch` are pytrees; the kernel gets pytrees of references of the same
+    structure. A block has a tile of queries or, if `of_keys`, of keys.
     """
-    leaves, structure = jax.tree.flatten(device.aligned(mesh_axes.vary_alike(inputs)))
-    names, count = ("batch", "head", "tile", "warpgroup"), len(leaves)
+    schedule = schedule_of(plan, x, rows, of_keys=of_keys)
+    workers = plan.tile[of_keys] // ROWS
+    leaves, structure = jax.tree.flatten(device.aligned(mesh_axes.vary_alike((x, rows))))
+    count = len(leaves)
     how = plan.config.implementations.interpreted
     results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     if how and not hasattr(plgpu, "InterpretGPUParams"):
         return refusing("Mosaic GPU is interpreted by jax 0.12 and later", results)(*leaves)
 
     def body(*refs):
-        inputs, rest = jax.tree.unflatten(structure, refs[:count]), refs[count:]
+        (x, rows), rest = jax.tree.unflatten(structure, refs[:count]), refs[count:]
         outputs, scratch = rest[: len(results)], rest[len(results) :]
-        block = Block(*map(lax.axis_index, names))
-        kernel(plan, inputs, outputs, scratch, block)
+        b, key_head, number, rank = schedule.at(lax.axis_index("block"))
+        own = b if x.order.shape[0] > 1 else 0, key_head if x.order.shape[1] > 1 else 0
+        head = key_head * np.int32(schedule.group) + number
+        block = Block(b, head, entry(x.order, *own, rank), lax.axis_index("warpgroup"))
+        kernel(plan, x, rows, outputs, scratch, block)
 
     run = plgpu.kernel(
         body,
         out_type=results,
         scratch_types=scratch,
-        grid=grid,
-        grid_names=names[:3],
+        grid=(schedule.size,),
+        grid_names=("block",),
         num_threads=workers + 1,
-        thread_name=names[3],
+        thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             # The approximate tanh has only half of the digits.
             approx_math=plan.config.soft_cap is None and plan.score is None,

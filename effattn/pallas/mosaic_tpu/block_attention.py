@@ -38,7 +38,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from effattn import dispatch
 from effattn.arrays import mesh_axes
-from effattn.interfaces.block_attention import Config, Inputs
+from effattn.interfaces.block_attention import NO_KEY, Config, Inputs
 from effattn.pallas import block_tiles, partition
 from effattn.pallas.block_tiles import Arrays, At, Plan, SoftmaxOfColumns
 from effattn.pallas.mosaic_tpu import steps
@@ -260,7 +260,7 @@ class _Inputs:
             ("query_positions", x.query_positions, 0, 0),
             ("key_positions", x.key_positions, 1, 0),
             ("query_ids", x.query_ids, 0, 0),
-            ("key_ids", x.key_ids, 1, block_tiles.NO_KEY),
+            ("key_ids", x.key_ids, 1, NO_KEY),
         ):
             if array is None:
                 continue

@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from effattn.interfaces.block_attention import Inputs
-from effattn.pallas import block_tiles
-from effattn.pallas.block_tiles import Walk
+from effattn.pallas import visited_tiles
+from effattn.pallas.visited_tiles import Walk
 
 # Largest number of entries of the arrays that `at_step` reads: half of the 1 MB of scalar memory.
 MOST_SCALARS = 2**17
@@ -40,7 +40,7 @@ def grid_of(plan, arrays, x, *, of_keys) -> tuple[Grid, tuple[jax.Array, ...]]:
     order = _order(plan, arrays, x, of_keys)
     if order is not None:
         return Grid((len(order[0]),), ()), tuple(map(jnp.asarray, order))
-    found = block_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
+    found = visited_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
     tiles = (plan.grid[1], plan.group) if of_keys else (plan.grid[0],)
     axes = *tiles, _most_steps(plan, x, of_keys=of_keys)
     return Grid(axes, tuple(array.shape for array in found)), tuple(map(jnp.ravel, found))
@@ -49,7 +49,7 @@ def grid_of(plan, arrays, x, *, of_keys) -> tuple[Grid, tuple[jax.Array, ...]]:
 def refusal(x: Inputs, tile: tuple[int, int]) -> str | None:
     """Reason why scalar memory does not hold the arrays that `at_step` reads, or None."""
     if x.layout is not None:
-        layouts = x.layout, block_tiles.layout_of(x, of_keys=True)
+        layouts = x.layout, visited_tiles.layout_of(x, of_keys=True)
         entries = sum(array.size for array in jax.tree.leaves(layouts))
         if entries > MOST_SCALARS:
             return f"takes layouts of up to {MOST_SCALARS} counts and indices, got {entries}"
@@ -79,7 +79,7 @@ def _order(plan, arrays, x, of_keys):
     bits. A tile of the results that visits none has one step. None: the visited tiles are not known
     when the program is traced, or they are too many.
     """
-    ranges = block_tiles.known_ranges(plan, arrays, x, of_keys=of_keys)
+    ranges = visited_tiles.known_ranges(plan, arrays, x, of_keys=of_keys)
     heads = plan.group if of_keys else 1
     if ranges is None:
         return None
@@ -105,7 +105,7 @@ def _most_steps(plan, x, *, of_keys):
     """Returns an upper bound on the number of tiles that a tile visits."""
     tiles, own = (plan.grid[0], plan.tile[1]) if of_keys else (plan.grid[1], plan.tile[0])
     config = plan.config
-    layout = block_tiles.layout_of(x, of_keys=of_keys)
+    layout = visited_tiles.layout_of(x, of_keys=of_keys)
     if layout is not None:
         listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
         return max(1, listed * layout.tile[1] // plan.tile[0 if of_keys else 1])
@@ -163,7 +163,7 @@ def at_step(plan, of_keys, grid: Grid, *indices_and_scalars) -> Step:
     key_head = head if of_keys else lax.div(head, np.int32(plan.group))
 
     entries = tuple(map(_Entries, walk, grid.shapes))
-    row: Walk = block_tiles.walk(plan, _Entries.at, entries, b, key_head, own, of_keys=of_keys)
+    row: Walk = visited_tiles.walk(plan, _Entries.at, entries, b, key_head, own, of_keys=of_keys)
     total = row.masked + row.whole
     at = jnp.minimum(step, jnp.maximum(total, 1) - 1)
     masked = at < row.masked

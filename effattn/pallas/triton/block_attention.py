@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from effattn import dispatch
 from effattn.dispatch import device
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.pallas import block_tiles, partition
+from effattn.pallas import block_tiles, partition, visited_tiles
 from effattn.pallas.block_tiles import Softmax
 from effattn.pallas.triton import bias_gradient
 from effattn.pallas.triton.tiles import LEAST, Tile, call, put_rows, store, width
@@ -77,7 +77,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     tile, warps = _tile("forward", config, x)
     plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x, of_keys=False))
+    arrays = arrays._replace(walk=visited_tiles.walk_arrays(plan, arrays, x, of_keys=False))
     batch, queries, heads, _ = arrays.query.shape
     shapes = {
         "out": ((batch, queries, heads, plan.sizes[1]), dtype),
@@ -182,7 +182,7 @@ def _forward_kernel(plan, structure, *refs):
 def _query_gradient(config, x: Inputs, rows):
     tile, warps = _tile("query", config, x)
     plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x, of_keys=False))
+    arrays = arrays._replace(walk=visited_tiles.walk_arrays(plan, arrays, x, of_keys=False))
     batch, queries, heads, _ = arrays.query.shape
     shapes: dict[Any, Any] = {"query": (arrays.query.shape, arrays.query.dtype)}
     if arrays.scale is not None:
@@ -283,7 +283,7 @@ def _by_entry(totals, at, values):
 def _key_gradient(config, x: Inputs, rows):
     tile, warps = _tile("key", config, x)
     plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x, of_keys=True))
+    arrays = arrays._replace(walk=visited_tiles.walk_arrays(plan, arrays, x, of_keys=True))
     shapes = {name: (getattr(arrays, name).shape, x.key.dtype) for name in ("key", "value")}
     inputs = arrays, _rows_together(x, rows)
     grid = plan.grid[1], plan.heads[1], arrays.key.shape[0]

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton
 
 from effattn.arrays import mesh_axes
 from effattn.dispatch import device
-from effattn.pallas import block_tiles
+from effattn.pallas import block_tiles, visited_tiles
 from effattn.pallas.block_tiles import Arrays, At, Plan
 from effattn.pallas.triton import products
 
@@ -138,7 +138,7 @@ class Tile:
 
     def walk(self, n, step, carry, *, of_keys=False):
         """Folds `step(m, carry, whole)` over the tiles that tile n visits, whole tiles first."""
-        walk = block_tiles.walk(
+        walk = visited_tiles.walk(
             self.plan, entry, self.x.walk, self.b, self.key_head, n, of_keys=of_keys
         )
         for count, tile, whole in (
