@@ -30,6 +30,9 @@ TILES = {
 }
 
 
+_MOST_TILES = 2**16 - 1  # CUDA's limit on the second axis of a grid
+
+
 def refusal(config: Config, x: Inputs) -> str | None:
     """Returns the reason why these kernels cannot take these operands, or None."""
     if reason := block_tiles.refusal(LIMITS, config, x, any_pattern=True):
@@ -37,6 +40,8 @@ def refusal(config: Config, x: Inputs) -> str | None:
     given = config.tile if x.layout is None else x.layout.tile
     if given is not None and any(side % launch.MIN_SIDE for side in given):
         return f"takes tiles of multiples of {launch.MIN_SIDE} queries and keys, got {given}"
+    if (tiles := _most_tiles(config, x)) > _MOST_TILES:
+        return f"takes up to {_MOST_TILES} tiles of queries or keys, got {tiles}"
     programs = block_tiles.programs_of(config, x, jnp.float32)
     for program in programs.values():
         if program is not None and (reason := elementwise.refusal(program)):
@@ -51,7 +56,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     plan = call.plan
     of_rows = (plan.queries, plan.heads), jnp.float32
     results = [((plan.queries, plan.heads, plan.value_size), dtype), of_rows, of_rows]
-    out, *sums = call.run("forward", (plan.query_tiles, plan.heads), (), results)
+    out, *sums = call.run("forward", (plan.heads, plan.query_tiles), (), results)
     lse, lse_error = (array.reshape(x.query.shape[:-1]) for array in sums)
     return out.reshape(*x.query.shape[:-1], plan.value_size), lse, lse_error
 
@@ -72,13 +77,13 @@ def backward(
         ((plan.queries, plan.heads) if plan.scale is None else (1,), jnp.float32),
         (by_entry if plan.add_reads is not None else (1,), jnp.float32),
     ]
-    grid = plan.query_tiles, plan.heads
+    grid = plan.heads, plan.query_tiles
     d_query, d_scale, d_numbers = call.run("d_query", grid, rows, results)
     call = _Call(config, x, "key")
     plan = call.plan
     of_key = (plan.keys, plan.key_heads, plan.size), x.key.dtype
     of_value = (plan.keys, plan.key_heads, plan.value_size), x.value.dtype
-    grid = plan.key_tiles, plan.key_heads
+    grid = plan.key_heads, plan.key_tiles
     d_key, d_value = call.run("d_key_value", grid, rows, [of_key, of_value])
     return Inputs(
         query=d_query.reshape(x.query.shape),
@@ -136,6 +141,13 @@ def _tile(kernel: str, config: Config, x: Inputs) -> tuple[tuple[int, int], int]
     return block_tiles.fitted(sides, config, x, launch.MIN_SIDE), warps
 
 
+def _most_tiles(config: Config, x: Inputs) -> int:
+    """Returns the largest number of tiles of queries, or of keys, among all kernels."""
+    queries, keys = x.query.shape[-3], x.key.shape[-3]
+    (t, _), (d_t, _), (_, s) = (_tile(name, config, x)[0] for name in ("forward", "query", "key"))
+    return max(-(-queries // min(t, d_t)), -(-keys // s))
+
+
 class _Call:
     """Plan and operands of one kernel; `of_all` says that its programs read all examples."""
 
@@ -144,6 +156,7 @@ class _Call:
         arranged, arrays = block_tiles.arrange(config, x, tile)
         of_keys = kernel == "key"
         walk = visited_tiles.walk_arrays(arranged, arrays, x, of_keys=of_keys)
+        order = visited_tiles.longest_first(arranged, arrays, x, walk, of_keys=of_keys)
         tables = elementwise.tables_of(arrays.tables)
         batch = arrays.query.shape[0]
         self._interpreted = bool(config.implementations.interpreted)
@@ -178,6 +191,7 @@ class _Call:
             full_counts=of_walk(1),
             partial_tiles=of_walk(2),
             full_tiles=of_walk(3),
+            order=operand(order, is_large=x.layout is not None),
         )
 
     def run(self, name, grid, rows, results):

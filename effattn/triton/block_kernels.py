@@ -46,17 +46,17 @@ def _named(given):
         given[14],
         given[15],
         given[16],
+        given[17],
     )
 
 
 @triton.jit
 def forward(given, out, lse, lse_error, plan: tl.constexpr):
-    """Computes the output, the log-sum-exp and its rounding error. Grid: query tiles, heads."""
+    """Computes the output, the log-sum-exp and its rounding error. Grid: heads, query tiles."""
     x = _named(given)
-    # The last query tiles come first: with causal attention they have the most work.
-    b, h = tl.program_id(0) // plan.query_tiles, tl.program_id(1)
-    n = plan.query_tiles - 1 - tl.program_id(0) % plan.query_tiles
+    b, h = tl.program_id(0) // plan.heads, tl.program_id(0) % plan.heads
     k = h // plan.group
+    n = _own_tile(x, plan, b, k)
     query = _queries(plan, x.query, b, n, h, plan.size, plan.width)
     largest, total = tl.full((plan.t,), LOWEST, tl.float32), tl.zeros((plan.t,), tl.float32)
     mixed = tl.zeros((plan.t, plan.value_width), tl.float32)
@@ -105,16 +105,16 @@ def _with_tile(
 
 @triton.jit
 def d_query(given, lse, d_out, delta, gradient, d_scale, d_numbers, plan: tl.constexpr):
-    """Computes the gradient of the queries. Grid: query tiles, heads.
+    """Computes the gradient of the queries. Grid: heads, query tiles.
 
     `d_scale` `(B, T, N)` has the parts of the gradient of the scale, if it is an array, and
     `d_numbers` `(B, query tiles, N, entries)` those of the tables of the score_mod. Otherwise
     nothing writes them.
     """
     x = _named(given)
-    b, h = tl.program_id(0) // plan.query_tiles, tl.program_id(1)
-    n = plan.query_tiles - 1 - tl.program_id(0) % plan.query_tiles
+    b, h = tl.program_id(0) // plan.heads, tl.program_id(0) % plan.heads
     k = h // plan.group
+    n = _own_tile(x, plan, b, k)
     query = _queries(plan, x.query, b, n, h, plan.size, plan.width)
     d_rows = _queries(plan, d_out, b, n, h, plan.value_size, plan.value_width)
     total = tl.zeros((plan.t, plan.width), tl.float32)
@@ -170,10 +170,10 @@ def _d_query_of(
 
 @triton.jit
 def d_key_value(given, lse, d_out, delta, d_key, d_value, plan: tl.constexpr):
-    """Computes the gradients of keys and values. Grid: key tiles, key heads."""
+    """Computes the gradients of keys and values. Grid: key heads, key tiles."""
     x = _named(given)
-    b, m = tl.program_id(0) // plan.key_tiles, tl.program_id(0) % plan.key_tiles
-    k = tl.program_id(1)
+    b, k = tl.program_id(0) // plan.key_heads, tl.program_id(0) % plan.key_heads
+    m = _own_tile(x, plan, b, k)
     key = _keys(plan, x.key, b, m, k, plan.size, plan.width)
     value = _keys(plan, x.value, b, m, k, plan.value_size, plan.value_width)
     of_key = tl.zeros((plan.s, plan.width), tl.float32)
@@ -302,6 +302,13 @@ def _pulled_back(
 
 
 # The tiles that a tile visits: key tiles for a query tile, or in `d_key_value` the other way round
+
+
+@triton.jit
+def _own_tile(x, plan: tl.constexpr, b, k):
+    """Returns the tile of a program: those that visit the most tiles start first, in all heads."""
+    tiles = tl.num_programs(1)
+    return tl.load(x.order + _walk_example(plan, b, k) * tiles + tl.program_id(1))
 
 
 @triton.jit

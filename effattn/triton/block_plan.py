@@ -15,7 +15,8 @@ class Operands(NamedTuple):
     are the tables of the programs. With a layout, the lists of visited tiles are counts of partial
     and of full tiles, `(B or 1, K or 1, rows)`, and the indices of these tiles, with one more axis.
     Without a layout, `partial_counts` has the four numbers of `visited_tiles.walk_arrays`,
-    `(B or 1, 1, tiles, 4)`, and the others are absent.
+    `(B or 1, 1, tiles, 4)`, and the others are absent. `order` is that of
+    `visited_tiles.longest_first`, with the axes of the counts.
     """
 
     query: Any
@@ -35,6 +36,7 @@ class Operands(NamedTuple):
     full_counts: Any
     partial_tiles: Any
     full_tiles: Any
+    order: Any
 
 
 @dataclasses.dataclass(frozen=True)

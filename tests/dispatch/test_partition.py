@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import effattn
 from effattn.testing import functions
 from tests.laws.sharding import collectives
+from tests.marks import slow
 
 pytestmark = pytest.mark.devices
 
@@ -147,12 +148,12 @@ CHOICES = {
     ("shape", "key_heads", "of_queries", "of_keys", "types"),
     [
         ((4, 2), 2, BY_HEAD, BY_HEAD, "EE"),
-        ((8, 1), 2, BY_ROW, BY_ROW, "EE"),
+        slow((8, 1), 2, BY_ROW, BY_ROW, "EE"),
         # A key head whose query heads are on several devices.
-        ((2, 4), 2, BY_HEAD, BY_ROW, "EE"),
+        slow((2, 4), 2, BY_HEAD, BY_ROW, "EE"),
         ((4, 2), 1, BY_HEAD, BY_ROW, "EE"),
-        ((4, 2), 2, P("batch", "heads"), P("batch", "heads"), "EE"),
-        ((4, 2), 2, BY_ROW, BY_ROW, "EA"),
+        slow((4, 2), 2, P("batch", "heads"), P("batch", "heads"), "EE"),
+        slow((4, 2), 2, BY_ROW, BY_ROW, "EA"),
     ],
     ids=str,
 )

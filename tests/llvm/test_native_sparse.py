@@ -10,6 +10,7 @@ import pytest
 import effattn
 from effattn.llvm import block_attention, runtime
 from effattn.testing.functions import assert_close
+from tests.marks import slow, slow_but_for
 
 pytestmark = pytest.mark.skipif(
     runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
@@ -104,7 +105,10 @@ def assert_exact(name):
     assert_close(ours, exact(arrays, **options), 1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = "a token", "groups", "blocks that straddle chunks", "lengths"
+
+
+@pytest.mark.parametrize("name", slow_but_for(QUICK, CASES))
 def test_it_agrees_with_float64(name):
     assert_exact(name)
 
@@ -114,7 +118,7 @@ def test_vectors_of_every_width_agree():
     assert_exact("groups")
 
 
-@pytest.mark.parametrize("threads", [1, 3, 100])
+@pytest.mark.parametrize("threads", [slow(1), 3, slow(100)])
 def test_the_tasks_of_a_key_head_add_up_their_gradients(threads, monkeypatch):
     monkeypatch.setattr(block_attention, "threads", lambda: threads)
     jax.clear_caches()

@@ -289,17 +289,17 @@ def test_each_tile_of_each_head_has_one_block(sizes):
 
 def blocks_of(x, of_keys):
     """Costs of the blocks of a causal call, in units of a pair of tiles, in the order of starts."""
-    config = Config(tile=None, scale=1.0, right=0)
+    config = Config(tile=x.layout and x.layout.tile, scale=1.0, right=0)
     plan, arrays = block_attention._arrange("key" if of_keys else "forward", config, x)
     rows = types.SimpleNamespace(d_out=arrays.query)
     schedule = tiles.schedule_of(plan, arrays, rows, of_keys=of_keys)
     example, _, _, rank = jax.vmap(schedule.at)(np.arange(schedule.size, dtype=np.int32))
-    order, (ranges,) = np.asarray(arrays.order)[:, 0], np.asarray(arrays.walk)[:, :, 0]
+    order, walk = np.asarray(arrays.order)[:, 0], [np.asarray(array)[:, 0] for array in arrays.walk]
+    visited = walk[0][..., 1] - walk[0][..., 0] if x.layout is None else walk[0] + walk[1]
     example = np.minimum(example, len(order) - 1)
-    visited = ranges[example, order[example, rank]]
     heads = plan.group if of_keys else 1
     # Loading the own tile and storing the results take about as long as a pair of tiles.
-    return (visited[:, 1] - visited[:, 0]) * heads + 1
+    return visited[example, order[example, rank]] * heads + 1
 
 
 def finished(costs, processors=132):
@@ -334,6 +334,19 @@ def operands(batch, length, heads, key_heads, documents=None):
 )
 def test_multiprocessors_of_an_h100_end_at_about_the_same_time(sizes, of_keys):
     costs = blocks_of(operands(*sizes), of_keys)
+    assert finished(costs) <= 1.01 * max(costs.sum() / 132, costs.max())
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("heads", [8, 16])
+def test_blocks_of_global_tokens_start_first(heads, of_keys):
+    """A window of 256 tokens a side, with global tokens in the first tile."""
+    near = np.abs(np.subtract.outer(np.arange(64), np.arange(64))) <= 2
+    near[0] = near[:, 0] = True
+    tile = (64, 128) if of_keys else (128, 128)
+    near = near.repeat(128 // tile[0], 0)
+    layout = BlockLayout.from_block_mask(near, tile=tile, lengths=(8192, 8192))
+    costs = blocks_of(operands(1, 8192, heads, heads)._replace(layout=layout), of_keys)
     assert finished(costs) <= 1.01 * max(costs.sum() / 132, costs.max())
 
 

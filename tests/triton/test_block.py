@@ -168,6 +168,15 @@ def test_several_devices():
     assert_close(found, run("xla", *arrays), 1e-5)
 
 
+def test_more_tiles_than_a_grid_holds_are_refused():
+    array = jax.ShapeDtypeStruct((1, 2**20, 1, 16), jnp.bfloat16)
+    attend = functools.partial(effattn.dot_product_attention, implementation="jax_triton")
+    with dispatch.interpreted():
+        with pytest.raises(NotImplementedError, match="takes up to 65535 tiles .* got 65536"):
+            jax.eval_shape(functools.partial(attend, tile=(16, 16)), array, array, array)
+        jax.eval_shape(attend, array, array, array)
+
+
 # Bytes of shared memory of a program, where there are more than on the smallest cards.
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 OPTIONS = {

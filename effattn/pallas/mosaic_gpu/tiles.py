@@ -516,6 +516,9 @@ def schedule_of(plan: Plan, x: Arrays, rows: Any, *, of_keys: bool) -> Schedule:
     """Returns the schedule; a block reads keys and values or, if `of_keys`, queries and dO."""
     streamed = (x.query, rows.d_out) if of_keys else (x.key, x.value)
     read_bytes = sum(array.size * array.dtype.itemsize for array in streamed)
+    if plan.layout_tile is not None:
+        # Few blocks may take most of the time, such as those of global tokens. All start first.
+        read_bytes = 0
     group, tiles = (1 if of_keys else plan.group), plan.grid[of_keys]
     return Schedule.of(x.query.shape[0], plan.heads[1], group, tiles, read_bytes)
 
