@@ -28,6 +28,7 @@ from effattn.pallas.block_tiles import Arrays, Plan
 from effattn.patterns.layouts import BlockLayout
 
 _MOST_PAIRS = 2**22  # largest number of pairs of tiles that NumPy compares
+_MOST_TILES = 2**16 - 1  # CUDA's limit on the second axis of a grid
 _AT_ONCE = 128  # rows of tiles that are compared at a time with all tiles of the other side
 
 
@@ -142,6 +143,15 @@ def longest_first(
         rows = jnp.arange(plan.grid[of_keys]) // (plan.layout_tile[of_keys] // plan.tile[of_keys])
         counts = (walk[0] + walk[1])[..., rows]
     return jnp.argsort(-counts, axis=-1, stable=True).astype(jnp.int32)
+
+
+def refusal_of_grid(x: Inputs, query_tile: int, key_tile: int) -> str | None:
+    """Returns the reason why a grid whose second axis are tiles does not hold them, or None."""
+    lengths = x.query.shape[-3], x.key.shape[-3]
+    tiles = max(-(-n // size) for n, size in zip(lengths, (query_tile, key_tile), strict=True))
+    if tiles > _MOST_TILES:
+        return f"takes up to {_MOST_TILES} tiles of queries or of keys, got {tiles}"
+    return None
 
 
 class _Ids(NamedTuple):

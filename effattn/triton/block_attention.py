@@ -30,9 +30,6 @@ TILES = {
 }
 
 
-_MOST_TILES = 2**16 - 1  # CUDA's limit on the second axis of a grid
-
-
 def refusal(config: Config, x: Inputs) -> str | None:
     """Returns the reason why these kernels cannot take these operands, or None."""
     if reason := block_tiles.refusal(LIMITS, config, x, any_pattern=True):
@@ -40,8 +37,9 @@ def refusal(config: Config, x: Inputs) -> str | None:
     given = config.tile if x.layout is None else x.layout.tile
     if given is not None and any(side % launch.MIN_SIDE for side in given):
         return f"takes tiles of multiples of {launch.MIN_SIDE} queries and keys, got {given}"
-    if (tiles := _most_tiles(config, x)) > _MOST_TILES:
-        return f"takes up to {_MOST_TILES} tiles of queries or keys, got {tiles}"
+    (t, _), (d_t, _), (_, s) = (_tile(name, config, x)[0] for name in ("forward", "query", "key"))
+    if reason := visited_tiles.refusal_of_grid(x, min(t, d_t), s):
+        return reason
     programs = block_tiles.programs_of(config, x, jnp.float32)
     for program in programs.values():
         if program is not None and (reason := elementwise.refusal(program)):
@@ -139,13 +137,6 @@ def _tile(kernel: str, config: Config, x: Inputs) -> tuple[tuple[int, int], int]
     widest = max(launch.power_of_2(array.shape[-1]) for array in (x.query, x.value))
     *sides, warps = TILES[x.query.dtype.itemsize, max(64, widest)][kernel]
     return block_tiles.fitted(sides, config, x, launch.MIN_SIDE), warps
-
-
-def _most_tiles(config: Config, x: Inputs) -> int:
-    """Returns the largest number of tiles of queries, or of keys, among all kernels."""
-    queries, keys = x.query.shape[-3], x.key.shape[-3]
-    (t, _), (d_t, _), (_, s) = (_tile(name, config, x)[0] for name in ("forward", "query", "key"))
-    return max(-(-queries // min(t, d_t)), -(-keys // s))
 
 
 class _Call:

@@ -87,6 +87,7 @@ def test_padding_reaches_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.devices
 def test_under_shard_map_remat_and_scan():
     arrays = draw(70, 70, batch=(4,), size=16, value_size=16, dtype=np.float32)
     axes = (AxisType.Auto,) * 2

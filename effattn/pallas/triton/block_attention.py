@@ -26,7 +26,7 @@ from effattn.interfaces.block_attention import Config, Inputs
 from effattn.pallas import block_tiles, partition, visited_tiles
 from effattn.pallas.block_tiles import Softmax
 from effattn.pallas.triton import bias_gradient
-from effattn.pallas.triton.tiles import LEAST, Tile, call, put_rows, store, width
+from effattn.pallas.triton.tiles import LEAST, Tile, call, own_tile, put_rows, store, width
 
 LIMITS = dispatch.Limits(
     ("float32", "bfloat16", "float16"), 256, "Ampere or later; tiles of multiples of 16"
@@ -69,22 +69,22 @@ def refusal(config: Config, x: Inputs) -> str | None:
     largest = max(largest, x.query.size // x.query.shape[-1] * x.value.shape[-1])
     if largest >= 2**31:
         return f"takes arrays of fewer than 2**31 numbers, as it counts in int32, got {largest}"
-    return device.triton_refusal()
+    (t, _), (d_t, _), (_, s) = (_tile(name, config, x)[0] for name in ("forward", "query", "key"))
+    return visited_tiles.refusal_of_grid(x, min(t, d_t), s) or device.triton_refusal()
 
 
 @partition.forward
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     tile, warps = _tile("forward", config, x)
-    plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=visited_tiles.walk_arrays(plan, arrays, x, of_keys=False))
+    plan, arrays = _arrange(config, x, tile, of_keys=False)
     batch, queries, heads, _ = arrays.query.shape
     shapes = {
         "out": ((batch, queries, heads, plan.sizes[1]), dtype),
         "lse": ((batch, queries, heads), jnp.float32),
         "lse_error": ((batch, queries, heads), jnp.float32),
     }
-    grid = plan.grid[0], heads, batch
+    grid = heads * batch, plan.grid[0]
     out, *of_rows = call(_forward_kernel, plan, arrays, grid, shapes, warps)
     lse, lse_error = (array.reshape(x.query.shape[:-1]) for array in of_rows)
     return out.reshape(*x.query.shape[:-1], plan.sizes[1]), lse, lse_error
@@ -147,12 +147,19 @@ def _rows_together(x, rows):
     return tuple(array.reshape(-1, *array.shape[axes:]) for array in rows)
 
 
+def _arrange(config, x: Inputs, tile, *, of_keys):
+    """Returns the plan of a kernel, and the arrays that the kernel reads."""
+    plan, arrays = block_tiles.arrange(config, x, tile)
+    walk = visited_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
+    order = visited_tiles.longest_first(plan, arrays, x, walk, of_keys=of_keys)
+    return plan, arrays._replace(walk=walk, order=order)
+
+
 def _forward_kernel(plan, structure, *refs):
     *inputs, out, lse, lse_error = refs
     x = jax.tree.unflatten(structure, inputs)
-    # The last query tiles come first: with causal attention they have the most work.
-    n = plan.grid[0] - 1 - pl.program_id(0)
-    tile = Tile(plan, x, b=pl.program_id(2), h=pl.program_id(1))
+    b, h, n = own_tile(plan, x, of_keys=False)
+    tile = Tile(plan, x, b, h)
     query = tile.rows(x.query, n, 0, tile.h)
 
     def step(m, carry, whole):
@@ -181,8 +188,7 @@ def _forward_kernel(plan, structure, *refs):
 
 def _query_gradient(config, x: Inputs, rows):
     tile, warps = _tile("query", config, x)
-    plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=visited_tiles.walk_arrays(plan, arrays, x, of_keys=False))
+    plan, arrays = _arrange(config, x, tile, of_keys=False)
     batch, queries, heads, _ = arrays.query.shape
     shapes: dict[Any, Any] = {"query": (arrays.query.shape, arrays.query.dtype)}
     if arrays.scale is not None:
@@ -190,7 +196,7 @@ def _query_gradient(config, x: Inputs, rows):
     for table in plan.summed:
         entries = pl.next_power_of_2(arrays.tables[table].size)
         shapes[table] = (batch, heads, plan.grid[0], entries), jnp.float32
-    inputs, grid = (arrays, _rows_together(x, rows)), (plan.grid[0], heads, batch)
+    inputs, grid = (arrays, _rows_together(x, rows)), (heads * batch, plan.grid[0])
     found = dict(zip(shapes, call(_query_kernel, plan, inputs, grid, shapes, warps), strict=True))
 
     def of_constant(number, constant):
@@ -208,8 +214,8 @@ def _query_gradient(config, x: Inputs, rows):
 def _query_kernel(plan, structure, *refs):
     inputs, (d_query, *summed) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     x, (lse, d_out, delta) = jax.tree.unflatten(structure, inputs)
-    n = plan.grid[0] - 1 - pl.program_id(0)
-    tile = Tile(plan, x, b=pl.program_id(2), h=pl.program_id(1))
+    b, h, n = own_tile(plan, x, of_keys=False)
+    tile = Tile(plan, x, b, h)
     query, d_rows = (tile.rows(array, n, 0, tile.h) for array in (x.query, d_out))
     rows = tile.sums_of_rows(lse, delta, n)
     has_scale = x.scale is not None
@@ -282,11 +288,10 @@ def _by_entry(totals, at, values):
 
 def _key_gradient(config, x: Inputs, rows):
     tile, warps = _tile("key", config, x)
-    plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=visited_tiles.walk_arrays(plan, arrays, x, of_keys=True))
+    plan, arrays = _arrange(config, x, tile, of_keys=True)
     shapes = {name: (getattr(arrays, name).shape, x.key.dtype) for name in ("key", "value")}
     inputs = arrays, _rows_together(x, rows)
-    grid = plan.grid[1], plan.heads[1], arrays.key.shape[0]
+    grid = plan.heads[1] * arrays.key.shape[0], plan.grid[1]
     d_key, d_value = call(_key_kernel, plan, inputs, grid, shapes, warps)
     return d_key.reshape(x.key.shape), d_value.reshape(x.value.shape)
 
@@ -294,7 +299,7 @@ def _key_gradient(config, x: Inputs, rows):
 def _key_kernel(plan, structure, *refs):
     *inputs, d_key, d_value = refs
     x, (lse, d_out, delta) = jax.tree.unflatten(structure, inputs)
-    m, key_head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    b, key_head, m = own_tile(plan, x, of_keys=True)
     of_head = Tile(plan, x, b, key_head * plan.group)
     key, value = (of_head.rows(array, m, 1, key_head) for array in (x.key, x.value))
 

@@ -5,6 +5,7 @@ masked beyond the lengths, and beyond the head size if the head size is not a po
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +152,21 @@ class Tile:
 
             carry = lax.fori_loop(0, count, body, carry)
         return carry
+
+
+def own_tile(plan: Plan, x: Arrays, *, of_keys: bool) -> tuple[Any, Any, Any]:
+    """Returns the example, head and tile of a program.
+
+    The tiles that visit the most others start first, in all heads. The head is a query head or, if
+    `of_keys`, a key head. Grid: heads of all examples, tiles.
+    """
+    place, rank = pl.program_id(0), pl.program_id(1)
+    heads = plan.heads[of_keys]
+    b, head = place // heads, place % heads
+    key_head = head if of_keys else head // plan.group
+    of_examples, of_heads, _ = x.order.shape
+    at = b if of_examples > 1 else 0, key_head if of_heads > 1 else 0
+    return b, head, entry(x.order, *at, rank)
 
 
 def index_of(index):
