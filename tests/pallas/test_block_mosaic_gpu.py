@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 import effattn
 from effattn import dispatch, patterns
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.pallas.mosaic_gpu import block_attention, tiles
-from effattn.pallas.mosaic_gpu.tiles import Schedule
+from effattn.pallas.mosaic_gpu import block_attention
+from effattn.pallas.mosaic_gpu.schedule import Schedule, schedule_of
 from effattn.patterns.layouts import BlockLayout
 from effattn.testing.functions import as_float64, assert_close
 from tests.dense import cotangents, draw, with_gradients
@@ -292,7 +292,7 @@ def blocks_of(x, of_keys):
     config = Config(tile=x.layout and x.layout.tile, scale=1.0, right=0)
     plan, arrays = block_attention._arrange("key" if of_keys else "forward", config, x)
     rows = types.SimpleNamespace(d_out=arrays.query)
-    schedule = tiles.schedule_of(plan, arrays, rows, of_keys=of_keys)
+    schedule = schedule_of(plan, arrays, rows, of_keys=of_keys)
     example, _, _, rank = jax.vmap(schedule.at)(np.arange(schedule.size, dtype=np.int32))
     order, walk = np.asarray(arrays.order)[:, 0], [np.asarray(array)[:, 0] for array in arrays.walk]
     visited = walk[0][..., 1] - walk[0][..., 0] if x.layout is None else walk[0] + walk[1]
@@ -353,7 +353,7 @@ def test_blocks_of_global_tokens_start_first(heads, of_keys):
 def test_blocks_of_a_section_read_what_the_l2_cache_holds():
     x = operands(1, 8192, 16, 16)
     plan, arrays = block_attention._arrange("forward", Config(tile=None, scale=1.0, right=0), x)
-    schedule = tiles.schedule_of(plan, arrays, None, of_keys=False)
+    schedule = schedule_of(plan, arrays, None, of_keys=False)
     assert schedule.at_once * (x.key.nbytes + x.value.nbytes) / 16 <= 32 * 2**20
 
 

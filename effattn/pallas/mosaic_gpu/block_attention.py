@@ -17,7 +17,7 @@ for all rows of a block.
   transposed, `(s, t)`, so that weights go from registers into the next product without a change of
   layout.
 
-Order. Blocks start with the tiles that visit the most others (`tiles.Schedule`).
+Order. Blocks start with the tiles that visit the most others (`schedule.Schedule`).
 
 Registers. With two computing warpgroups a thread has 232 registers. A product of 64 rows takes one
 register per thread for every two columns. At head size 128 and s = 128 the forward keeps 64

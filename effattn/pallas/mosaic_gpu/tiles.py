@@ -1,4 +1,4 @@
-"""Blocks, loads, products and stores of tiles for the block-attention kernels in Mosaic GPU.
+"""Loads, products and stores of tiles for the block-attention kernels in Mosaic GPU.
 
 A block has one warpgroup that copies tiles into shared memory, and other warpgroups (the workers)
 that compute, each on 64 rows of the block's tile. The bulk copy engine (TMA) does the copies. The
@@ -23,6 +23,7 @@ from effattn.dispatch.refused import refusing
 from effattn.interfaces.block_attention import NO_KEY
 from effattn.pallas import block_tiles
 from effattn.pallas.block_tiles import Arrays, At, Plan
+from effattn.pallas.mosaic_gpu.schedule import schedule_of
 from effattn.pallas.visited_tiles import Walk
 
 ROWS = 64  # rows of a product of one warpgroup
@@ -30,12 +31,6 @@ WIDTH = 64  # 16-bit numbers of a swizzled row
 _SWIZZLE, _GROUP = 128, 8  # bytes of a swizzled row; number of rows swizzled together
 STAGES = 2  # tiles in flight: one tile is copied while the other tile is multiplied
 _REGISTERS = 232, 40  # registers of a computing and a copying thread, for 2 + 1 warpgroups
-# Bytes that the blocks of a section read. The L2 cache of an H100 has 50 MB, in two halves that
-# copy from each other.
-_CACHED = 32 * 2**20
-# Least blocks of a section, two for each multiprocessor of an H100. With fewer, the short tiles at
-# the end of the last section do not fill the time until its long tiles end.
-_LEAST_BLOCKS = 2 * 132
 
 _ALONG_ROWS, _ALONG_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _SIDES = "query", "key"
@@ -447,55 +442,6 @@ def _store(staged, target):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-class Schedule(NamedTuple):
-    """Blocks of a kernel, in the order in which they start.
-
-    The blocks of a section start with its longest tiles, so that all multiprocessors finish it at
-    about the same time. Blocks of one section read arrays that fit in the L2 cache together, if a
-    section then has enough blocks.
-
-    Attributes:
-      examples: B.
-      key_heads: K.
-      group: blocks of a key head for one tile.
-      tiles: tiles of a key head.
-      at_once: key heads, over all examples, of a section.
-    """
-
-    examples: int
-    key_heads: int
-    group: int
-    tiles: int
-    at_once: int
-
-    @classmethod
-    def of(cls, examples, key_heads, group, tiles, read_bytes: int) -> "Schedule":
-        """Returns the schedule of blocks that read `read_bytes` for all heads together."""
-        rows = examples * key_heads
-        most = max(1, rows * group * tiles // _LEAST_BLOCKS)
-        sections = max(1, min(rows, most, -(-read_bytes // _CACHED)))
-        return cls(examples, key_heads, group, tiles, -(-rows // sections))
-
-    @property
-    def size(self) -> int:
-        """Number of blocks."""
-        return self.examples * self.key_heads * self.group * self.tiles
-
-    def at(self, index) -> tuple[Any, Any, Any, Any]:
-        """Returns the example, key head, number in the group, and rank of the tile of a block."""
-        # lax.div and lax.rem, as // and % need several more operations for negative numbers.
-        rows, at_once, group = self.examples * self.key_heads, self.at_once, np.int32(self.group)
-        of_section = np.int32(at_once * self.group * self.tiles)
-        first = lax.div(index, of_section) * np.int32(at_once)
-        together = jnp.minimum(np.int32(at_once), rows - first) * group
-        place = lax.rem(index, of_section)
-        inner = lax.rem(place, together)
-        row = first + lax.div(inner, group)
-        heads = np.int32(self.key_heads)
-        example, key_head = lax.div(row, heads), lax.rem(row, heads)
-        return example, key_head, lax.rem(inner, group), lax.div(place, together)
-
-
 class Block(NamedTuple):
     """Indices of a block, and of a warpgroup in the block.
 
@@ -510,17 +456,6 @@ class Block(NamedTuple):
     h: Any
     n: Any
     worker: Any
-
-
-def schedule_of(plan: Plan, x: Arrays, rows: Any, *, of_keys: bool) -> Schedule:
-    """Returns the schedule; a block reads keys and values or, if `of_keys`, queries and dO."""
-    streamed = (x.query, rows.d_out) if of_keys else (x.key, x.value)
-    read_bytes = sum(array.size * array.dtype.itemsize for array in streamed)
-    if plan.layout_tile is not None:
-        # Few blocks may take most of the time, such as those of global tokens. All start first.
-        read_bytes = 0
-    group, tiles = (1 if of_keys else plan.group), plan.grid[of_keys]
-    return Schedule.of(x.query.shape[0], plan.heads[1], group, tiles, read_bytes)
 
 
 def call(
