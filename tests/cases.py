@@ -302,7 +302,7 @@ FUNCTIONS = {
     "sinkhorn": Tiled(
         variants={"": {"block_size": 4}, "cold": {"block_size": 5, "temperature": 0.2}},
         arguments=lambda rng, sizes: {
-            "sort_projection": rng.normal(size=(sizes.key_heads, sizes.keys, sizes.size))
+            "sort_projection": rng.normal(size=(sizes.key_heads, max(1, sizes.keys), sizes.size))
         },
         normalized=False,
         module={"max_length": 17, "block_size": 4},

@@ -146,9 +146,11 @@ def table(rows: Sequence[Row]) -> str:
         "the matrix products. Bundles are the least cycles that code can take. Use is the share of "
         "the slots of a unit in the bundles of the body.",
         "",
-        "A step of exact attention has 512 queries and 512 keys, and its body is the code without "
-        "the masks. A step of a recurrence has 512 tokens: four blocks, or eight with decays of "
-        "features or the delta rule. With decays of features, loops have the code of two blocks.",
+        "A step of exact attention has 512 queries and up to 2,048 keys (in the kernel of keys, "
+        "512 keys and up to 2,048 queries), and loops over tiles of 512. Its body is the code of a "
+        "tile without the masks. A step of a recurrence has 512 tokens: four blocks, or eight with "
+        "decays of features or the delta rule. With decays of features, loops have the code of two "
+        "blocks.",
         "",
         "| chip | call | kernel | bundles | of the body | matrix unit | vector unit | loads "
         "| stores | exponentials | spills | VMEM |",

@@ -4,8 +4,9 @@ The last axis of the grid walks over the tiles that a query tile (or a key tile)
 another on one core; sums stay in scratch memory (VMEM). The index of the next tile is read from
 scalar memory before its step begins, so that the next tile is copied in while the current tile is
 computed. If the visited tiles are known when the program is traced, as with causality and windows,
-one axis lists them all (`steps`). Otherwise each tile has as many steps as it may need; extra
-steps repeat the index of the last tile, and copy nothing.
+one axis lists them all (`steps`), up to four in a step: a loop in the kernel goes over those of a
+step, as a step costs time besides its work. Otherwise each tile has as many steps as it may need;
+extra steps repeat the index of the last tile, and copy nothing.
 
 Arrays are first transposed to `(B, N, T, H)`, as the last two axes of a tile must be the two axes
 of a register, and are padded to whole tiles in the same pass.
@@ -24,6 +25,7 @@ delivers one byte. A tile of logits then takes 1 MB in float32; the backward hol
 at once, in 16 MB of VMEM.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -48,6 +50,9 @@ from effattn.xla import block_attention as xla
 LANES = 128
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "tiles of multiples of 128")
 _SIDES = 512, 256, 128
+# Arrays of queries; the others are of keys. Some have the queries in their last axis.
+_ALONG_LANES = "lse", "delta", "query_ids", "query_positions"
+_OF_QUERIES = "query", "d_out", *_ALONG_LANES
 _LEAST_MEMORY = 2**24  # the limit of a kernel that sets none, in bytes
 
 
@@ -223,6 +228,8 @@ class _Inputs:
     @classmethod
     def of(cls, plan: Plan, x: Arrays, grid: Grid, *, of_keys, rows=()) -> "_Inputs":
         (t, s), group = plan.tile, plan.group
+        # What is copied for a step: one tile of the results, and `at_once` tiles of the others.
+        copied = (t * grid.at_once, s) if of_keys else (t, s * grid.at_once)
 
         def place(*given):
             return steps.at_step(plan, of_keys, grid, *given)[:4]
@@ -242,18 +249,18 @@ class _Inputs:
             b, h, _, m = place(*given)
             return b, h // group, m, 0
 
-        add("query", _by_head(x.query, t), (None, None, t, plan.sizes[0]), of_queries)
-        add("key", _by_head(x.key, s), (None, None, s, plan.sizes[0]), of_keys_)
-        add("value", _by_head(x.value, s), (None, None, s, plan.sizes[1]), of_keys_)
+        add("query", _by_head(x.query, t), (None, None, copied[0], plan.sizes[0]), of_queries)
+        add("key", _by_head(x.key, s), (None, None, copied[1], plan.sizes[0]), of_keys_)
+        add("value", _by_head(x.value, s), (None, None, copied[1], plan.sizes[1]), of_keys_)
         if rows:
 
             def along_rows(*given):
                 b, h, n, _ = place(*given)
                 return b, h, 0, n
 
-            add("d_out", rows[0], (None, None, t, plan.sizes[1]), of_queries)
-            add("lse", rows[1], (None, None, 1, t), along_rows)
-            add("delta", rows[2], (None, None, 1, t), along_rows)
+            add("d_out", rows[0], (None, None, copied[0], plan.sizes[1]), of_queries)
+            add("lse", rows[1], (None, None, 1, copied[0]), along_rows)
+            add("delta", rows[2], (None, None, 1, copied[0]), along_rows)
 
         # Arrays of tokens: keys are rows of a tile, and queries columns.
         for name, array, which, value in (
@@ -270,7 +277,7 @@ class _Inputs:
                 b, _, *tiles = place(*given)
                 return (b, tiles[which], 0) if is_column else (b, 0, tiles[which])
 
-            size = plan.tile[which]
+            size = copied[which]
             shape = (None, size, 1) if is_column else (None, 1, size)
             add(name, array[..., None] if is_column else array[:, None], shape, of_tokens)
 
@@ -324,30 +331,29 @@ def _call(
             for shape, dtype in out_shape
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=_vector_memory(plan, inputs)
+            dimension_semantics=semantics, vmem_limit_bytes=_vector_memory(plan, grid, inputs)
         ),
-        cost_estimate=_cost(plan, kernel, (*leading, *grid.axes), inputs, out_shape),
+        cost_estimate=_cost(plan, kernel, math.prod(leading) * grid.visited, inputs, out_shape),
         interpret=plan.config.implementations.interpreted,
         name=f"block_attention{kernel.__name__.removesuffix('_kernel')}",
     )(*scalars, *arrays.values())
 
 
-def _vector_memory(plan, inputs):
+def _vector_memory(plan, grid, inputs):
     """Returns the bytes of VMEM that a kernel may use.
 
     Each block of an array has two copies; at most four arrays of logits exist at a time.
     """
     t, s = plan.tile
-    numbers = 2 * (t + s) * sum(plan.sizes) * 2 + 4 * t * s
+    tokens = t + s + max(t, s) * (grid.at_once - 1)
+    numbers = 2 * tokens * sum(plan.sizes) * 2 + 4 * t * s
     pairs = sum(2 * t * s for name in ("bias", "mask") if name in inputs.arrays)
     return max(4 * (numbers + pairs), _LEAST_MEMORY)
 
 
-def _cost(plan, kernel, grid, inputs, out_shape):
+def _cost(plan, kernel, visited, inputs, out_shape):
     """Returns the estimated cost of a call, with which XLA plans what runs beside it."""
-    # A grid with idle steps has about twice as many steps as tiles, if attention is causal.
-    tiles = math.prod(grid) // (2 if len(grid) > 3 and plan.config.right == 0 else 1)
-    pairs = tiles * math.prod(plan.tile)
+    pairs = visited * math.prod(plan.tile)
     size, width = plan.sizes
     products = {_forward_kernel: size + width, _query_kernel: 2 * size + width}
     each = products.get(kernel, 2 * (size + width))
@@ -362,10 +368,11 @@ def _cost(plan, kernel, grid, inputs, out_shape):
 
 
 class _Tile:
-    """Blocks of one step; its tile is transposed, `(s, t)`."""
+    """Blocks of one step, and one of the tiles that it visits; the tile is transposed, `(s, t)`."""
 
     def __init__(self, plan, scalars, blocks, grid: Grid, *, of_keys):
         self.plan, self.blocks = plan, blocks
+        self.at_once, self.of_keys, self.part = grid.at_once, of_keys, 0
         indices = tuple(pl.program_id(axis) for axis in range(grid.rank))
         self.step = steps.at_step(plan, of_keys, grid, *indices, *scalars)
         self.b, self.h, self.n, self.m, *_ = self.step
@@ -387,8 +394,15 @@ class _Tile:
         )
 
     def block(self, name):
-        """Loads the block of an array by name; None if the array is absent."""
-        return self.blocks[name][...] if name in self.blocks else None
+        """Loads the tile of an array by name; None if the array is absent."""
+        if name not in self.blocks:
+            return None
+        ref, of_queries = self.blocks[name], name in _OF_QUERIES
+        if self.at_once == 1 or of_queries != self.of_keys:
+            return ref[...]
+        size = self.plan.tile[0 if of_queries else 1]
+        tokens = pl.ds(pl.multiple_of(self.part * size, size), size)
+        return ref[:, tokens] if name in _ALONG_LANES else ref[tokens]
 
     def at(self):
         """Returns indices and positions of the tile."""
@@ -432,10 +446,23 @@ class _Tile:
         return block_tiles.masked(logits, allowed), pull_back
 
     def visit(self, step):
-        """Runs `step(masked)` if this step visits a tile."""
-        for masked in (True, False):
-            here = self.step.masked if masked else ~self.step.masked
-            pl.when(self.step.visited & here)(functools.partial(step, masked))
+        """Runs `step(tile, masked)` for each tile that this step visits."""
+        parts = self.step.parts
+        if parts is None:
+            for masked in (True, False):
+                here = self.step.masked if masked else ~self.step.masked
+                pl.when(self.step.visited & here)(functools.partial(step, self, masked))
+            return
+
+        def of_part(part, masked):
+            tile, other = copy.copy(self), "n" if self.of_keys else "m"
+            tile.part = part
+            setattr(tile, other, getattr(self, other) * self.at_once + part)
+            step(tile, masked)
+
+        count, masked_part = parts.masked
+        lax.fori_loop(parts.first, parts.stop, lambda part, _: of_part(part, False), None)
+        lax.fori_loop(0, count, lambda rank, _: of_part(masked_part(rank), True), None)
 
 
 def _unpack(plan, scalars, names, grid, refs, *, of_keys):
@@ -454,7 +481,7 @@ def _forward_kernel(plan, scalars, names, grid, *refs):
             ref[...] = value
 
     @tile.visit
-    def _(masked):
+    def _(tile, masked):
         at = tile.at()
         products = tile.dot(tile.block("key"), tile.block("query"))
         logits, _ = tile.logits(at, products, masked)
@@ -494,7 +521,7 @@ def _query_kernel(plan, scalars, names, grid, *refs):
         total[...] = jnp.zeros_like(total)
 
     @tile.visit
-    def _(masked):
+    def _(tile, masked):
         _, d_products = _gradients(tile, tile.at(), masked)
         key = tile.block("key")
         total[...] += tile.dot(d_products.astype(key.dtype), key, (0, 0))
@@ -513,7 +540,7 @@ def _key_kernel(plan, scalars, names, grid, *refs):
         of_key[...], of_value[...] = jnp.zeros_like(of_key), jnp.zeros_like(of_value)
 
     @tile.visit
-    def _(masked):
+    def _(tile, masked):
         weights, d_products = _gradients(tile, tile.at(), masked)
         query, d_out = tile.block("query"), tile.block("d_out")
         of_key[...] += tile.dot(d_products.astype(query.dtype), query, (1, 0))

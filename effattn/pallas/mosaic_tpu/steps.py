@@ -1,4 +1,4 @@
-"""Steps of the grids of block attention on TPUs: the pair of tiles that each step visits."""
+"""Steps of the grids of block attention on TPUs: the pairs of tiles that each step visits."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,6 +15,10 @@ from effattn.pallas.visited_tiles import Walk
 
 # Largest number of entries of the arrays that `at_step` reads: half of the 1 MB of scalar memory.
 MOST_SCALARS = 2**17
+# Largest number of tiles that a step visits. A step costs some hundreds of cycles besides its work.
+_MOST_AT_ONCE = 4
+# Most tiles that are copied for each tile that is visited, where a step visits several.
+_MOST_COPIED = 1.25
 
 
 class Grid(NamedTuple):
@@ -24,10 +28,16 @@ class Grid(NamedTuple):
       axes: its axes after the example and the head.
       shapes: the shapes of the arrays that `at_step` reads. In scalar memory these arrays have one
         axis, as each row of an array of more axes would take 128 entries.
+      at_once: number of tiles, of keys or, in the gradients of keys and values, of queries, that
+        are copied together; a step visits some of them.
+      visited: number of pairs of tiles that an example and a head of the grid visits; an upper
+        bound if it is not known.
     """
 
     axes: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
+    at_once: int
+    visited: int
 
     @property
     def rank(self) -> int:
@@ -39,11 +49,15 @@ def grid_of(plan, arrays, x, *, of_keys) -> tuple[Grid, tuple[jax.Array, ...]]:
     """Returns the grid, and the arrays that `at_step` reads."""
     order = _order(plan, arrays, x, of_keys)
     if order is not None:
-        return Grid((len(order[0]),), ()), tuple(map(jnp.asarray, order))
+        scalars, at_once, visited = order
+        return Grid((len(scalars[0]),), (), at_once, visited), tuple(map(jnp.asarray, scalars))
     found = visited_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
     tiles = (plan.grid[1], plan.group) if of_keys else (plan.grid[0],)
     axes = *tiles, _most_steps(plan, x, of_keys=of_keys)
-    return Grid(axes, tuple(array.shape for array in found)), tuple(map(jnp.ravel, found))
+    shapes = tuple(array.shape for array in found)
+    # If attention is causal, about half of the steps visit nothing.
+    visited = math.prod(axes) // (2 if plan.config.right == 0 else 1)
+    return Grid(axes, shapes, 1, visited), tuple(map(jnp.ravel, found))
 
 
 def refusal(x: Inputs, tile: tuple[int, int]) -> str | None:
@@ -68,37 +82,58 @@ def refusal(x: Inputs, tile: tuple[int, int]) -> str | None:
     return None
 
 
-# Bits of an entry of an order; the bits above them are the query head of the key head.
-_VISITED, _MASKED, _FIRST, _LAST, _HEAD = 1, 2, 4, 8, 4
+# Bits of an entry of an order. From the bit `_PARTS` on are the four numbers of `Parts`, of
+# `_BITS` bits each; above them is the query head of the key head.
+_FIRST, _LAST, _PARTS, _BITS, _HEAD = 1, 2, 2, 3, 14
 
 
 def _order(plan, arrays, x, of_keys):
-    """Returns all steps in order: three int32 arrays with an entry for each step, or None.
+    """Returns all steps in order, the tiles that are copied together, and the visited pairs.
 
-    The arrays have the tile of the results ("own"), the tile that the step visits ("other"), and
-    bits. A tile of the results that visits none has one step. None: the visited tiles are not known
-    when the program is traced, or they are too many.
+    The steps are three int32 arrays with an entry for each step: the tile of the results ("own"),
+    the number of the copied tiles ("other"), and bits. A tile of the results that visits none has
+    one step. None: the visited tiles are not known when the program is traced, or they are too
+    many.
     """
     ranges = visited_tiles.known_ranges(plan, arrays, x, of_keys=of_keys)
-    heads = plan.group if of_keys else 1
     if ranges is None:
         return None
-    counts = np.maximum(ranges[:, 1] - ranges[:, 0], 1) * heads
-    if 3 * counts.sum() > MOST_SCALARS:
+    heads = plan.group if of_keys else 1
+    at_once = 1 if arrays.bias is not None or arrays.mask is not None else _at_once(ranges)
+    owns, others, bits = [], [], []
+    for own, (low, high, first, stop) in enumerate(ranges.tolist()):
+        copied = range(low // at_once, -(-high // at_once)) if high > low else ()
+        of_row = []
+        for number in copied:
+            # Bounds of all visited tiles and of those without a mask, among the copied ones.
+            bounds = np.clip((low, first, stop, high), 0, (number + 1) * at_once) - number * at_once
+            places = np.maximum(bounds, 0) << (_PARTS + _BITS * np.arange(4))
+            of_row.append(int(np.bitwise_or.reduce(places)))
+        of_heads = np.tile(of_row or [0], heads)
+        of_heads |= np.repeat(np.arange(heads) << _HEAD, len(of_row) or 1)
+        of_heads[0] |= _FIRST
+        of_heads[-1] |= _LAST
+        owns += [own] * len(of_heads)
+        others += [*copied] * heads or [0] * heads
+        bits.append(of_heads)
+    scalars = tuple(np.asarray(each, np.int32) for each in (owns, others, np.concatenate(bits)))
+    if sum(map(len, scalars)) > MOST_SCALARS:
         return None
-    others, bits = [], []
-    for low, high, first, stop in ranges.tolist():
-        masked = [*range(low, first), *range(stop, high)]
-        visited = [_VISITED | _MASKED] * len(masked) + [_VISITED] * (stop - first)
-        tiles = [*masked, *range(first, stop)] or [0]
-        others += tiles * heads
-        of_row = np.tile(visited or [0], heads)
-        of_row |= np.repeat(np.arange(heads) << _HEAD, len(tiles))
-        of_row[0] |= _FIRST
-        of_row[-1] |= _LAST
-        bits.append(of_row)
-    own = np.repeat(np.arange(len(ranges)), counts)
-    return own.astype(np.int32), np.array(others, np.int32), np.concatenate(bits).astype(np.int32)
+    visited = int((ranges[:, 1] - ranges[:, 0]).sum()) * heads
+    return scalars, at_once, visited
+
+
+def _at_once(ranges) -> int:
+    """Returns the number of tiles to copy together, for few steps and few tiles in vain."""
+    low, high = ranges[:, 0], ranges[:, 1]
+    visited = (high - low).sum()
+    at_once = _MOST_AT_ONCE
+    while at_once > 1:
+        copied = np.where(high > low, -(-high // at_once) - low // at_once, 0).sum() * at_once
+        if copied <= _MOST_COPIED * visited:
+            break
+        at_once //= 2
+    return at_once
 
 
 def _most_steps(plan, x, *, of_keys):
@@ -116,13 +151,37 @@ def _most_steps(plan, x, *, of_keys):
     return tiles
 
 
+class Parts(NamedTuple):
+    """Tiles that a step visits, counted from the first tile that is copied.
+
+    Attributes:
+      low, high: first visited tile, and one past the last.
+      first, stop: first of them that needs no mask, and one past the last.
+    """
+
+    low: Any
+    first: Any
+    stop: Any
+    high: Any
+
+    @property
+    def masked(self) -> tuple[Any, Any]:
+        """Number of tiles that need a mask, and the function from their ranks to the tiles."""
+        before = self.first - self.low
+        count = before + self.high - self.stop
+        return count, lambda rank: rank + jnp.where(rank < before, self.low, self.stop - before)
+
+
 class Step(NamedTuple):
     """A step of a grid.
 
     Attributes:
-      b, h, n, m: example, query head, query tile and key tile.
-      visited: whether the step visits this pair of tiles; extra steps repeat the last pair.
-      masked: whether some pairs of tokens in it may not attend.
+      b, h: example and query head.
+      n, m: query tile and key tile; one of them is the number of a group of tiles if several are
+        copied.
+      parts: the tiles that the step visits, if several are copied; None if it is one.
+      visited: whether the step visits any; extra steps repeat the last pair.
+      masked: whether some pairs of tokens may not attend.
       first, last: whether the step is the first or the last of the results' tile.
     """
 
@@ -130,6 +189,7 @@ class Step(NamedTuple):
     h: Any
     n: Any
     m: Any
+    parts: Parts | None
     visited: Any
     masked: Any
     first: Any
@@ -158,7 +218,7 @@ def at_step(plan, of_keys, grid: Grid, *indices_and_scalars) -> Step:
     axes = grid.rank
     (b, head, own, *rest), (_, *walk) = indices_and_scalars[:axes], indices_and_scalars[axes:]
     if not rest:
-        return _known_step(plan, of_keys, b, head, own, walk)
+        return _known_step(plan, of_keys, grid, b, head, own, walk)
     *group, step = rest
     key_head = head if of_keys else lax.div(head, np.int32(plan.group))
 
@@ -176,19 +236,26 @@ def at_step(plan, of_keys, grid: Grid, *indices_and_scalars) -> Step:
         head = head * plan.group + group[0]
         first, last = first & (group[0] == 0), last & (group[0] == plan.group - 1)
     n, m = (other, own) if of_keys else (own, other)
-    return Step(b, head, n, m, step < total, masked, first, last)
+    return Step(b, head, n, m, None, step < total, masked, first, last)
 
 
-def _known_step(plan, of_keys, b, head, step, order):
+def _known_step(plan, of_keys, grid, b, head, step, order):
     own, other, bits = (array[step] for array in order)
 
     def has(bit):
         return lax.bitwise_and(bits, np.int32(bit)) != 0
 
+    def part(number):
+        above = lax.shift_right_logical(bits, np.int32(_PARTS + _BITS * number))
+        return lax.bitwise_and(above, np.int32(2**_BITS - 1))
+
     n, m = (other, own) if of_keys else (own, other)
     if of_keys:
         head = head * plan.group + lax.shift_right_logical(bits, np.int32(_HEAD))
-    return Step(b, head, n, m, has(_VISITED), has(_MASKED), has(_FIRST), has(_LAST))
+    parts = Parts(*map(part, range(4)))
+    visited, masked = parts.high > parts.low, parts.stop == parts.first
+    several = parts if grid.at_once > 1 else None
+    return Step(b, head, n, m, several, visited, masked, has(_FIRST), has(_LAST))
 
 
 def _within(at, count):
