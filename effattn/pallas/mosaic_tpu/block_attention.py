@@ -228,7 +228,7 @@ class _Inputs:
     @classmethod
     def of(cls, plan: Plan, x: Arrays, grid: Grid, *, of_keys, rows=()) -> "_Inputs":
         (t, s), group = plan.tile, plan.group
-        # What is copied for a step: one tile of the results, and `at_once` tiles of the others.
+        # A step copies one tile of the results, and `at_once` tiles of the others.
         copied = (t * grid.at_once, s) if of_keys else (t, s * grid.at_once)
 
         def place(*given):
