@@ -19,6 +19,8 @@ MOST_SCALARS = 2**17
 _MOST_AT_ONCE = 4
 # Most tiles that are copied for each tile that is visited, where a step visits several.
 _MOST_COPIED = 1.25
+# Largest block of an array that a step copies, in bytes; a v4 has 16 MB of VMEM.
+_MOST_BYTES = 2**20
 
 
 class Grid(NamedTuple):
@@ -99,7 +101,8 @@ def _order(plan, arrays, x, of_keys):
     if ranges is None:
         return None
     heads = plan.group if of_keys else 1
-    at_once = 1 if arrays.bias is not None or arrays.mask is not None else _at_once(ranges)
+    is_dense = arrays.bias is not None or arrays.mask is not None
+    at_once = 1 if is_dense else _at_once(plan, arrays, ranges, of_keys)
     owns, others, bits = [], [], []
     for own, (low, high, first, stop) in enumerate(ranges.tolist()):
         copied = range(low // at_once, -(-high // at_once)) if high > low else ()
@@ -123,14 +126,15 @@ def _order(plan, arrays, x, of_keys):
     return scalars, at_once, visited
 
 
-def _at_once(ranges) -> int:
+def _at_once(plan, arrays, ranges, of_keys) -> int:
     """Returns the number of tiles to copy together, for few steps and few tiles in vain."""
     low, high = ranges[:, 0], ranges[:, 1]
     visited = (high - low).sum()
+    each = plan.tile[0 if of_keys else 1] * max(plan.sizes) * arrays.query.dtype.itemsize
     at_once = _MOST_AT_ONCE
     while at_once > 1:
         copied = np.where(high > low, -(-high // at_once) - low // at_once, 0).sum() * at_once
-        if copied <= _MOST_COPIED * visited:
+        if copied <= _MOST_COPIED * visited and at_once * each <= _MOST_BYTES:
             break
         at_once //= 2
     return at_once
