@@ -9,8 +9,9 @@ visited tiles is computed before the kernel starts:
   run, and the tiles before and after the run need a mask.
 - With a block-sparse layout, the layout lists the tiles.
 
-NumPy computes it when the program is traced if nothing that it depends on is traced, else XLA.
-Shapes are those of `effattn.pallas.block_tiles`.
+NumPy computes the ranges when the program is traced, if the query offset is static, there are no
+ids and no gathered tokens, and there are at most `_MOST_PAIRS` pairs of tiles. Otherwise XLA
+computes them. Shapes are those of `effattn.pallas.block_tiles`.
 """
 
 import functools
@@ -127,7 +128,7 @@ def walk(plan: Plan, read: Callable, walk: tuple[Any, ...], b, k, n, *, of_keys:
 def longest_first(
     plan: Plan, arrays: Arrays, x: Inputs, walk: tuple[Any, ...], *, of_keys: bool
 ) -> jax.Array:
-    """Returns the tiles in the order of their numbers of visited tiles, the largest first.
+    """Returns the tiles sorted by the number of tiles that they visit, the largest first.
 
     The order is int32 `(B or 1, K or 1, n)`, for the lists `walk` from `walk_arrays`. Blocks of a
     GPU that start in this order end at about the same time.
@@ -146,7 +147,7 @@ def longest_first(
 
 
 def refusal_of_grid(x: Inputs, query_tile: int, key_tile: int) -> str | None:
-    """Returns the reason why a grid whose second axis are tiles does not hold them, or None."""
+    """Returns the reason why a CUDA grid with tiles on its second axis is too small, or None."""
     lengths = x.query.shape[-3], x.key.shape[-3]
     tiles = max(-(-n // size) for n, size in zip(lengths, (query_tile, key_tile), strict=True))
     if tiles > _MOST_TILES:
@@ -196,8 +197,8 @@ def _ranges(plan, x, of_keys):
 def known_ranges(plan: Plan, arrays: Arrays, x: Inputs, *, of_keys: bool) -> np.ndarray | None:
     """Returns the ranges of `walk_arrays`, int32 `(n, 4)`, if they are known now, else None.
 
-    They are known if the query offset is, without a layout, ids and gathered tokens, and if there
-    are few enough pairs of tiles to compare them all now.
+    They are known if the query offset is static, there is no layout, there are no ids and no
+    gathered tokens, and there are few enough pairs of tiles to compare them all now.
     """
     offset = plan.config.offset
     if math.prod(plan.grid) > _MOST_PAIRS:

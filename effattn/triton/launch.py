@@ -19,7 +19,7 @@ from effattn.dispatch import device, partition
 def refusal() -> str | None:
     """The reason why this machine cannot run or lower Triton kernels, or None.
 
-    `effattn.support` lists the kernels without the package too.
+    While `effattn.support` records calls, a missing package is no reason.
     """
     needed = "triton" if dispatch.is_interpreted() else "jax_triton"
     if importlib.util.find_spec(needed) is None and dispatch.recorder() is None:

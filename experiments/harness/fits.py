@@ -8,6 +8,7 @@ from scipy import optimize, special
 
 HUBER = 1e-3
 RESAMPLES = 100
+MOST_STEPS = 300  # of one fit; more than points of a real grid need
 INTERVAL = (2.5, 97.5)
 
 
@@ -19,19 +20,29 @@ class Law:
       reference: the publication.
       names: names of the fitted values.
       log_loss: `(values, log N, log D) -> log L`.
+      slopes: the derivatives of `log_loss` by the values, `(points, values)`.
       starts: values from which the fits begin.
     """
 
     reference: str
     names: tuple[str, ...]
     log_loss: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+    slopes: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
     starts: tuple[tuple[float, ...], ...]
 
 
-def _chinchilla(values: np.ndarray, log_n: np.ndarray, log_d: np.ndarray) -> np.ndarray:
+def _chinchilla_terms(values, log_n, log_d):
     log_e, log_a, alpha, log_b, beta = values
-    terms = np.stack([np.full_like(log_n, log_e), log_a - alpha * log_n, log_b - beta * log_d])
-    return special.logsumexp(terms, axis=0)
+    return np.stack([np.full_like(log_n, log_e), log_a - alpha * log_n, log_b - beta * log_d])
+
+
+def _chinchilla(values: np.ndarray, log_n: np.ndarray, log_d: np.ndarray) -> np.ndarray:
+    return special.logsumexp(_chinchilla_terms(values, log_n, log_d), axis=0)
+
+
+def _chinchilla_slopes(values: np.ndarray, log_n: np.ndarray, log_d: np.ndarray) -> np.ndarray:
+    e, a, b = special.softmax(_chinchilla_terms(values, log_n, log_d), axis=0)
+    return np.stack([e, a, -a * log_n, b, -b * log_d], -1)
 
 
 def _kaplan(values: np.ndarray, log_n: np.ndarray, log_d: np.ndarray) -> np.ndarray:
@@ -39,11 +50,20 @@ def _kaplan(values: np.ndarray, log_n: np.ndarray, log_d: np.ndarray) -> np.ndar
     return beta * np.logaddexp(alpha / beta * (log_nc - log_n), log_dc - log_d)
 
 
+def _kaplan_slopes(values: np.ndarray, log_n: np.ndarray, log_d: np.ndarray) -> np.ndarray:
+    log_nc, alpha, log_dc, beta = values
+    of_n, of_d = alpha / beta * (log_nc - log_n), log_dc - log_d
+    share = special.expit(of_n - of_d)
+    by_beta = np.logaddexp(of_n, of_d) - share * of_n
+    return np.stack([alpha * share, share * (log_nc - log_n), beta * (1 - share), by_beta], -1)
+
+
 LAWS: Mapping[str, Law] = {
     "chinchilla": Law(
         "Hoffmann et al. 2022, approach 3: L = E + A / N^alpha + B / D^beta",
         ("log E", "log A", "alpha", "log B", "beta"),
         _chinchilla,
+        _chinchilla_slopes,
         tuple(
             (np.log(e), a, alpha, b, beta)
             for e in (0.3, 0.8)
@@ -55,6 +75,7 @@ LAWS: Mapping[str, Law] = {
         "Kaplan et al. 2020, equation 1.5: L = ((Nc / N)^(alpha / beta) + Dc / D)^beta",
         ("log Nc", "alpha", "log Dc", "beta"),
         _kaplan,
+        _kaplan_slopes,
         tuple(
             (n, alpha, d, beta)
             for n in (5.0, 15.0)
@@ -123,14 +144,28 @@ def _least(
     log_d: np.ndarray,
     log_l: np.ndarray,
 ) -> np.ndarray:
-    def objective(values: np.ndarray) -> float:
-        return float(special.huber(HUBER, law.log_loss(values, log_n, log_d) - log_l).sum())
+    def errors(values: np.ndarray) -> np.ndarray:
+        return law.log_loss(values, log_n, log_d) - log_l
+
+    def slopes(values: np.ndarray) -> np.ndarray:
+        return law.slopes(values, log_n, log_d)
 
     bounds = [(0.01, 3.0) if n in ("alpha", "beta") else (-10.0, 60.0) for n in law.names]
+    low_high = tuple(np.array(bounds).T)
     each = [
-        optimize.minimize(objective, start, method="L-BFGS-B", bounds=bounds) for start in starts
+        optimize.least_squares(
+            errors,
+            start,
+            jac=slopes,
+            bounds=low_high,
+            x_scale="jac",
+            loss="huber",
+            f_scale=HUBER,
+            max_nfev=MOST_STEPS,
+        )
+        for start in starts
     ]
-    return min(each, key=lambda result: result.fun).x
+    return min(each, key=lambda result: result.cost).x
 
 
 def frontier(compute: Sequence[float], loss: Sequence[float]) -> list[int]:

@@ -146,7 +146,7 @@ OFFSETS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but_for(["window"], OFFSETS))
+@pytest.mark.parametrize("name", slow_but_for(["window", "bidirectional"], OFFSETS))
 def test_steps_that_visit_several_tiles_agree_with_float64(name):
     case = Case(square(900, size=8, value_size=8), lambda: OFFSETS[name] | TILE)
     assert_close(block_cases.interpreted(case, "mosaic_tpu"), block_cases.exact(case), 1e-5)

@@ -17,7 +17,7 @@ for all rows of a block.
   transposed, `(s, t)`, so that weights go from registers into the next product without a change of
   layout.
 
-Order. Blocks start with the tiles that visit the most others (`schedule.Schedule`).
+Order. Blocks whose tiles visit the most tiles start first (`schedule.Schedule`).
 
 Registers. With two computing warpgroups a thread has 232 registers. A product of 64 rows takes one
 register per thread for every two columns. At head size 128 and s = 128 the forward keeps 64
@@ -269,7 +269,11 @@ def _forward_kernel(plan, x, _, outputs, scratch, block):
         # exp2 has an instruction, exp has not: `largest` is the largest logit times log2(e).
         factor = _factor(plan)
         turns_of.start()
-        keys.wait(0, tile_of.visited)
+
+        def wait_for_keys(number):
+            pl.when(number < tile_of.visited)(lambda: keys.wait(number))
+
+        wait_for_keys(0)
 
         def step(number, m, carry, whole):
             largest, total, mixed = carry
@@ -290,13 +294,13 @@ def _forward_kernel(plan, x, _, outputs, scratch, block):
             largest, total, mixed, weights = lax.optimization_barrier(
                 (largest, total, mixed, weights)
             )
-            turns_of.change(lambda: values.wait(number, tile_of.visited))
+            turns_of.change(lambda: values.wait(number))
             value = values.at(number)["value"]
             mixed = product.onto(
                 mixed,
                 weights,
                 [value.at[:, features] for features in parts],
-                lambda: keys.wait(number + 1, tile_of.visited),
+                lambda: wait_for_keys(number + 1),
             )
             values.done(number)
             return largest, total, mixed
@@ -355,7 +359,8 @@ def _weights(tile, at, products, beside, whole, lse):
 def _gradients(tile, product, at, beside, whole, pairs, of_rows):
     """Returns the weights after dropout, and the gradient of the products of queries and keys.
 
-    With `_factor` the gradient lacks the factor of the scale, which `_scaled` applies to its sum.
+    With `_factor` the gradient lacks the factor of the scale, which `_scaled` applies to its sum,
+    except in float16: there the larger gradient could overflow.
 
     Args:
       tile: part of a tile.
@@ -375,6 +380,8 @@ def _gradients(tile, product, at, beside, whole, pairs, of_rows):
 
         weights, d_weights = product.of_both(*pairs, between=between)
         d_products = weights * (tile.dropped(at, d_weights) - of_rows("delta"))
+        if not _scaled_last(plan, beside["query"].dtype):
+            d_products = d_products * plan.config.scale
         return tile.dropped(at, weights), d_products
     products, d_weights = product.of_both(*pairs, between=lambda products: products)
     logits, pull_back = jax.vjp(tile.scores(at, products), products)
@@ -384,9 +391,13 @@ def _gradients(tile, product, at, beside, whole, pairs, of_rows):
     return weights, pull_back(d_logits)[0]
 
 
-def _scaled(plan, gradient):
+def _scaled_last(plan, dtype):
+    return _factor(plan) is not None and dtype == jnp.bfloat16
+
+
+def _scaled(plan, gradient, dtype):
     """Returns the gradient of queries or keys from the sum over `_gradients`."""
-    return gradient if _factor(plan) is None else gradient * plan.config.scale
+    return gradient * plan.config.scale if _scaled_last(plan, dtype) else gradient
 
 
 # Gradient of the queries
@@ -444,7 +455,7 @@ def _query_kernel(plan, x, rows, outputs, scratch, block):
 
         found = pl.run_scoped(total, plgpu.ACC((ROWS, x.query.shape[-1]), jnp.float32))
         target = outputs[0].at[block.b, pl.ds(first, ROWS), block.h]
-        tiles.put_rows(own_rows["query"], [_scaled(plan, found)], target)
+        tiles.put_rows(own_rows["query"], [_scaled(plan, found, x.query.dtype)], target)
 
     tiles.roles(plan.tile[0] // ROWS, worker, compute, tile_of.copy)
 
@@ -555,7 +566,7 @@ def _key_kernel(wanted, plan, x, rows, outputs, scratch, block):
         found = pl.run_scoped(total, *(plgpu.ACC((ROWS, n), jnp.float32) for n in sizes))
         for name, output, gradient in zip(wanted, outputs, found, strict=True):
             target = output.at[b, pl.ds(first, ROWS), key_head]
-            gradient = _scaled(plan, gradient) if name == "key" else gradient
+            gradient = _scaled(plan, gradient, x.key.dtype) if name == "key" else gradient
             tiles.put_rows(own_rows[name], [gradient], target)
 
     tiles.roles(s // ROWS, worker, compute, copy)

@@ -1,7 +1,7 @@
 """The order in which the blocks of a block-attention kernel start on a Hopper GPU.
 
-CUDA starts the blocks of a grid of one axis by their index, each on the multiprocessor that is free
-first.
+In practice, a GPU starts the blocks of a grid of one axis in the order of their index. The next
+block starts on the first multiprocessor that is free.
 """
 
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from effattn.pallas.block_tiles import Arrays, Plan
 # Bytes that the blocks of a section read. The L2 cache of an H100 has 50 MB, in two halves that
 # copy from each other.
 _CACHED = 32 * 2**20
-# Least blocks of a section, two for each multiprocessor of an H100. With fewer, the short tiles at
-# the end of the last section do not fill the time until its long tiles end.
-_LEAST_BLOCKS = 2 * 132
+# Smallest number of blocks of a section, three for each multiprocessor of an H100. With fewer, the
+# short tiles at the end of the last section do not fill the time until its long tiles end.
+_LEAST_BLOCKS = 3 * 132
 
 
 class Schedule(NamedTuple):
@@ -32,7 +32,8 @@ class Schedule(NamedTuple):
       key_heads: K.
       group: blocks of a key head for one tile.
       tiles: tiles of a key head.
-      at_once: key heads, over all examples, of a section.
+      at_once: number of key heads in a section; heads of different examples count separately. The
+        last section may have fewer.
     """
 
     examples: int
@@ -47,7 +48,10 @@ class Schedule(NamedTuple):
         rows = examples * key_heads
         most = max(1, rows * group * tiles // _LEAST_BLOCKS)
         sections = max(1, min(rows, most, -(-read_bytes // _CACHED)))
-        return cls(examples, key_heads, group, tiles, -(-rows // sections))
+        at_once = -(-rows // sections)
+        while at_once < rows and ((rows - 1) % at_once + 1) * group * tiles < _LEAST_BLOCKS:
+            at_once += 1  # the last section would have too few blocks
+        return cls(examples, key_heads, group, tiles, at_once)
 
     @property
     def size(self) -> int:

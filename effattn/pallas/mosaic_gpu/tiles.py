@@ -70,7 +70,7 @@ def by_head(rows: jax.Array, tile: int, value: Any = 0) -> jax.Array:
 
 
 def swizzled(dtype: Any) -> int:
-    """Returns the numbers of a swizzled row."""
+    """Returns how many numbers a swizzled row holds."""
     return _SWIZZLE // jnp.dtype(dtype).itemsize
 
 
@@ -170,8 +170,8 @@ class Product:
 def read(total: Any, in_flight: int = 0) -> jax.Array:
     """Returns the value of an accumulator, once at most `in_flight` products are being computed.
 
-    The barrier makes what uses the value depend on the wait. Without it the compiler may move the
-    use before the wait, and read zeros.
+    The optimization barrier makes every use of the value depend on the wait. Without it the
+    compiler may move a use before the wait, and read zeros.
     """
     return lax.optimization_barrier(plgpu.wgmma_accumulator_load(total, wait_n=in_flight))
 
@@ -264,9 +264,9 @@ class Stream:
         pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(self.read.at[slot]))
         _copy(self.arrays, self.buffers, slot, self.filled, b, head, start)
 
-    def wait(self, number, total):
-        """Waits for a tile, unless there are only `total` tiles; once for each tile."""
-        pl.when(number < total)(lambda: plgpu.barrier_wait(self.filled.at[_slot(number)]))
+    def wait(self, number):
+        """Waits until a tile is filled. Each worker must wait exactly once for each tile."""
+        plgpu.barrier_wait(self.filled.at[_slot(number)])
 
     def at(self, number) -> dict[str, Any]:
         """Returns the buffers of a tile, after `wait`."""
@@ -274,7 +274,7 @@ class Stream:
 
     def get(self, number) -> dict[str, Any]:
         """Waits for a tile and returns its buffers."""
-        plgpu.barrier_wait(self.filled.at[_slot(number)])
+        self.wait(number)
         return self.at(number)
 
     def done(self, number):

@@ -4,8 +4,8 @@ The last axis of the grid walks over the tiles that a query tile (or a key tile)
 another on one core; sums stay in scratch memory (VMEM). The index of the next tile is read from
 scalar memory before its step begins, so that the next tile is copied in while the current tile is
 computed. If the visited tiles are known when the program is traced, as with causality and windows,
-one axis lists them all (`steps`), up to four in a step: a loop in the kernel goes over those of a
-step, as a step costs time besides its work. Otherwise each tile has as many steps as it may need;
+one axis lists them all (`steps`), up to four in a step. The kernel loops over the tiles of a step,
+because each step has a fixed cost. Otherwise each tile has as many steps as it may need;
 extra steps repeat the index of the last tile, and copy nothing.
 
 Arrays are first transposed to `(B, N, T, H)`, as the last two axes of a tile must be the two axes

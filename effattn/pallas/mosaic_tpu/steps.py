@@ -17,7 +17,7 @@ from effattn.pallas.visited_tiles import Walk
 MOST_SCALARS = 2**17
 # Largest number of tiles that a step visits. A step costs some hundreds of cycles besides its work.
 _MOST_AT_ONCE = 4
-# Most tiles that are copied for each tile that is visited, where a step visits several.
+# Largest ratio of copied to visited tiles, where a step visits several.
 _MOST_COPIED = 1.25
 # Largest block of an array that a step copies, in bytes; a v4 has 16 MB of VMEM.
 _MOST_BYTES = 2**20
@@ -103,6 +103,10 @@ def _order(plan, arrays, x, of_keys):
     heads = plan.group if of_keys else 1
     is_dense = arrays.bias is not None or arrays.mask is not None
     at_once = 1 if is_dense else _at_once(plan, arrays, ranges, of_keys)
+    starts, ends = ranges[:, 0] // at_once, -(-ranges[:, 1] // at_once)
+    counts = np.where(ranges[:, 1] > ranges[:, 0], ends - starts, 1)
+    if 3 * heads * counts.sum() > MOST_SCALARS:
+        return None
     owns, others, bits = [], [], []
     for own, (low, high, first, stop) in enumerate(ranges.tolist()):
         copied = range(low // at_once, -(-high // at_once)) if high > low else ()
@@ -120,21 +124,22 @@ def _order(plan, arrays, x, of_keys):
         others += [*copied] * heads or [0] * heads
         bits.append(of_heads)
     scalars = tuple(np.asarray(each, np.int32) for each in (owns, others, np.concatenate(bits)))
-    if sum(map(len, scalars)) > MOST_SCALARS:
-        return None
     visited = int((ranges[:, 1] - ranges[:, 0]).sum()) * heads
     return scalars, at_once, visited
 
 
 def _at_once(plan, arrays, ranges, of_keys) -> int:
-    """Returns the number of tiles to copy together, for few steps and few tiles in vain."""
+    """Returns the number of tiles to copy together.
+
+    With more tiles there are fewer steps, and more tiles are copied but not visited.
+    """
     low, high = ranges[:, 0], ranges[:, 1]
     visited = (high - low).sum()
     each = plan.tile[0 if of_keys else 1] * max(plan.sizes) * arrays.query.dtype.itemsize
     at_once = _MOST_AT_ONCE
     while at_once > 1:
         copied = np.where(high > low, -(-high // at_once) - low // at_once, 0).sum() * at_once
-        if copied <= _MOST_COPIED * visited and at_once * each <= _MOST_BYTES:
+        if 0 < copied <= _MOST_COPIED * visited and at_once * each <= _MOST_BYTES:
             break
         at_once //= 2
     return at_once
@@ -160,7 +165,7 @@ class Parts(NamedTuple):
 
     Attributes:
       low, high: first visited tile, and one past the last.
-      first, stop: first of them that needs no mask, and one past the last.
+      first, stop: first visited tile that needs no mask, and one past the last.
     """
 
     low: Any
@@ -183,7 +188,7 @@ class Step(NamedTuple):
       b, h: example and query head.
       n, m: query tile and key tile; one of them is the number of a group of tiles if several are
         copied.
-      parts: the tiles that the step visits, if several are copied; None if it is one.
+      parts: the tiles that the step visits; None if it copies one tile.
       visited: whether the step visits any; extra steps repeat the last pair.
       masked: whether some pairs of tokens may not attend.
       first, last: whether the step is the first or the last of the results' tile.
