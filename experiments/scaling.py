@@ -14,7 +14,7 @@ from typing import Any
 if not __package__:  # run as `python experiments/scaling.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.harness import checks, command, folders, machine, report
+from experiments.harness import checks, command, folders, machine, report, statistics
 from experiments.harness.errors import UserError
 from experiments.harness.metrics import read_json
 from experiments.harness.report import markdown_table
@@ -172,6 +172,9 @@ def interval(values: Any) -> tuple[float, float]:
 def markdown(summary: Mapping[str, Any]) -> str:
     """Returns the Markdown report."""
 
+    def with_half(loss: statistics.Mean) -> str:
+        return f"{loss.value:.3f}" + ("" if loss.half is None else f" ± {loss.half:.3f}")
+
     def spread(value: float, interval: Sequence[float]) -> str:
         return f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
 
@@ -191,16 +194,20 @@ def markdown(summary: Mapping[str, Any]) -> str:
         law = fit["kaplan"]
         values = (spread(law["values"][n], law["intervals"][n]) for n in ("alpha", "beta"))
         kaplan.append([mechanism, *values, f"{law['residual']:.4f}"])
+    of_models: dict[tuple[Any, ...], list[float]] = {}
+    for p in summary["points"]:
+        model = tuple(p[n] for n in ("mechanism", "width", "parameters", "tokens", "compute"))
+        of_models.setdefault(model, []).append(p["bits_per_byte"])
     points = [
         [
-            p["mechanism"],
-            f"{p['width']}",
-            f"{p['parameters']:,}",
-            f"{p['tokens']:,}",
-            f"{p['compute']:.2e}",
-            f"{p['bits_per_byte']:.3f}",
+            mechanism,
+            f"{width}",
+            f"{parameters:,}",
+            f"{tokens:,}",
+            f"{compute:.2e}",
+            with_half(statistics.mean(losses)),
         ]
-        for p in summary["points"]
+        for (mechanism, width, parameters, tokens, compute), losses in of_models.items()
     ]
     header = ["mechanism", "alpha", "beta", "E (nats)", "parameters ~ compute^", "frontier slope"]
     return "\n\n".join(
@@ -222,7 +229,8 @@ def markdown(summary: Mapping[str, Any]) -> str:
             markdown_table(
                 ["mechanism", "width", "parameters", "tokens", "operations", "bits/byte"], points
             ),
-            "Operations are those of all training steps, counted from the program.",
+            "Operations are those of all training steps, counted from the program. Losses of "
+            "several seeds are means, ± half of the 95 % interval.",
             *report.on_left_out(summary),
             *report.configuration(summary),
         ]
