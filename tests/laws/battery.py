@@ -96,8 +96,17 @@ FIRST_OF_CORE = [
 FIRST_NAMES = [subject.name for subject in FIRST_OF_FAMILY]
 # For laws that are not about values alone.
 CALLED = slow_but_for(FIRST_OF_FAMILY, MECHANISMS)
+# One mechanism for each kind of kernel for CPUs, besides those of `RECURRENCES`.
+KINDS_OF_KERNELS = RECURRENCES | {
+    "softmax",
+    "block_sparse",
+    "forgetting",
+    "gated_delta_net_2",
+    "mesa",
+    "native_sparse",
+}
 CALLED_IN_FLOAT32 = slow_but_for(
-    [s for s in IN_FLOAT32 if s.name in (*FIRST_NAMES, *WITH_KERNELS)], IN_FLOAT32
+    [s for s in IN_FLOAT32 if s.name in (*FIRST_NAMES, *KINDS_OF_KERNELS)], IN_FLOAT32
 )
 # For laws of a core: the other families run on the cores of these two.
 WITH_CORES = [s for s in FIRST_OF_FAMILY if s.entry.family in ("exact", "recurrent")]

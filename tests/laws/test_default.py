@@ -14,7 +14,7 @@ import pytest
 
 from effattn.testing import functions
 from effattn.testing.functions import SQUARE, Extent, Sizes
-from tests.laws.battery import MECHANISMS, WITH_KERNELS
+from tests.laws.battery import KINDS_OF_KERNELS, MECHANISMS, WITH_KERNELS
 
 LONG = Sizes((2,), 80, 80)
 # Without x64, the other mechanisms show nothing new; without a kernel, the laws run the default.
@@ -50,8 +50,8 @@ def cases():
             container = CONTAINERS[next(number) % len(CONTAINERS)]
             label = "-".join([str(subject), way, *given, *["x64"] * x64])
             all_or_nothing = given in ((), takes[-1])
-            has_kernel = x64 and all_or_nothing and subject.name in WITH_KERNELS
-            is_quick = subject.name in QUICK or has_kernel
+            shows_kernel = x64 and all_or_nothing and subject.name in KINDS_OF_KERNELS
+            is_quick = subject.name in QUICK or shows_kernel
             marks = [] if is_quick else pytest.mark.slow
             yield pytest.param(of_case, way, given, x64, container, id=label, marks=marks)
 

@@ -4,9 +4,10 @@ import jax
 import pytest
 
 from effattn.llvm import runtime
+from tests.marks import slow
 
 
-@pytest.fixture(params=[4, 8, 16])
+@pytest.fixture(params=[slow(4), 8, slow(16)])
 def lanes(request, monkeypatch):
     """Kernels with vectors of so many numbers, if this processor has them."""
     if request.param > runtime.lanes():

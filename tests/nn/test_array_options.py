@@ -225,7 +225,7 @@ WITH_SCORE_MOD = [
 ]
 
 
-@pytest.mark.parametrize("name", slow_but_for(("softmax", "bigbird", "streaming"), WITH_SCORE_MOD))
+@pytest.mark.parametrize("name", slow_but_for(("softmax", "bigbird"), WITH_SCORE_MOD))
 def test_a_learned_score_mod_decodes_as_it_attends(name):
     entry = registry.get(name)
     small = {
