@@ -41,7 +41,7 @@ class Arrays(NamedTuple):
         without `query_ids` all queries have id 1.
       tables: flattened tables that the programs of the plan read, in the order of the programs.
       walk: int32 arrays that list the visited tiles, from `visited_tiles.walk_arrays`.
-      order: the order in which tiles start, from `visited_tiles.longest_first`; None if they start
+      order: the order in which tiles start, from `visited_tiles.walk_and_order`; None if they start
         by index.
     """
 

@@ -65,9 +65,7 @@ def walk_arrays(plan: Plan, arrays: Arrays, x: Inputs, *, of_keys: bool) -> tupl
     """
     layout = layout_of(x, of_keys=of_keys)
     if layout is None:
-        known = known_ranges(plan, arrays, x, of_keys=of_keys)
-        ranges = _ranges(plan, arrays, of_keys) if known is None else jnp.asarray(known)[None]
-        return (ranges[:, None],)
+        return (_ranges(plan, arrays, of_keys)[:, None],)
 
     def by_head(array, axes):
         array = jnp.asarray(array)
@@ -125,25 +123,26 @@ def walk(plan: Plan, read: Callable, walk: tuple[Any, ...], b, k, n, *, of_keys:
     )
 
 
-def longest_first(
-    plan: Plan, arrays: Arrays, x: Inputs, walk: tuple[Any, ...], *, of_keys: bool
-) -> jax.Array:
-    """Returns the tiles sorted by the number of tiles that they visit, the largest first.
+def walk_and_order(
+    plan: Plan, arrays: Arrays, x: Inputs, *, of_keys: bool
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Returns the arrays that `walk` reads, and the order in which the tiles of a GPU should start.
 
-    The order is int32 `(B or 1, K or 1, n)`, for the lists `walk` from `walk_arrays`. Blocks of a
-    GPU that start in this order end at about the same time.
+    The order is int32 `(B or 1, K or 1, n)`: the tiles sorted by the number of tiles that they
+    visit, the largest first. Blocks that start in this order end at about the same time.
     """
     known = known_ranges(plan, arrays, x, of_keys=of_keys)
     if known is not None:
-        order = np.argsort(known[:, 0] - known[:, 1], kind="stable")
-        return jnp.asarray(order.astype(np.int32))[None, None]
+        order = np.argsort(known[:, 0] - known[:, 1], kind="stable").astype(np.int32)
+        return (jnp.asarray(known[None, None]),), jnp.asarray(order[None, None])
+    walk = walk_arrays(plan, arrays, x, of_keys=of_keys)
     if len(walk) == 1:
         counts = walk[0][..., 1] - walk[0][..., 0]
     else:
         assert plan.layout_tile is not None
         rows = jnp.arange(plan.grid[of_keys]) // (plan.layout_tile[of_keys] // plan.tile[of_keys])
         counts = (walk[0] + walk[1])[..., rows]
-    return jnp.argsort(-counts, axis=-1, stable=True).astype(jnp.int32)
+    return walk, jnp.argsort(-counts, axis=-1, stable=True).astype(jnp.int32)
 
 
 def refusal_of_grid(x: Inputs, query_tile: int, key_tile: int) -> str | None:

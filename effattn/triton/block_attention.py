@@ -146,8 +146,7 @@ class _Call:
         tile, self._warps = _tile(kernel, config, x)
         arranged, arrays = block_tiles.arrange(config, x, tile)
         of_keys = kernel == "key"
-        walk = visited_tiles.walk_arrays(arranged, arrays, x, of_keys=of_keys)
-        order = visited_tiles.longest_first(arranged, arrays, x, walk, of_keys=of_keys)
+        walk, order = visited_tiles.walk_and_order(arranged, arrays, x, of_keys=of_keys)
         tables = elementwise.tables_of(arrays.tables)
         batch = arrays.query.shape[0]
         self._interpreted = bool(config.implementations.interpreted)

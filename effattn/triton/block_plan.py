@@ -16,7 +16,7 @@ class Operands(NamedTuple):
     and of full tiles, `(B or 1, K or 1, rows)`, and the indices of these tiles, with one more axis.
     Without a layout, `partial_counts` has the four numbers of `visited_tiles.walk_arrays`,
     `(B or 1, 1, tiles, 4)`, and the others are absent. `order` is that of
-    `visited_tiles.longest_first`, with the axes of the counts.
+    `visited_tiles.walk_and_order`, with the axes of the counts.
     """
 
     query: Any

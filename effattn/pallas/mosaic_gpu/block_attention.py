@@ -220,9 +220,7 @@ def _arrange(kernel: str, config: Config, x: Inputs):
     """Returns the plan of a kernel, with its tile, and the arrays that the kernel reads."""
     sides = config.implementations.tile("mosaic_gpu", kernel) or _tiles_of(x)[kernel]
     plan, arrays = block_tiles.arrange(config, x, block_tiles.fitted(sides, config, x, ROWS))
-    of_keys = kernel == "key"
-    walk = visited_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
-    order = visited_tiles.longest_first(plan, arrays, x, walk, of_keys=of_keys)
+    walk, order = visited_tiles.walk_and_order(plan, arrays, x, of_keys=kernel == "key")
     return plan, tiles.as_read(plan, arrays._replace(walk=walk, order=order))
 
 

@@ -150,8 +150,7 @@ def _rows_together(x, rows):
 def _arrange(config, x: Inputs, tile, *, of_keys):
     """Returns the plan of a kernel, and the arrays that the kernel reads."""
     plan, arrays = block_tiles.arrange(config, x, tile)
-    walk = visited_tiles.walk_arrays(plan, arrays, x, of_keys=of_keys)
-    order = visited_tiles.longest_first(plan, arrays, x, walk, of_keys=of_keys)
+    walk, order = visited_tiles.walk_and_order(plan, arrays, x, of_keys=of_keys)
     return plan, arrays._replace(walk=walk, order=order)
 
 
