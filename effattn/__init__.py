@@ -19,6 +19,7 @@ from effattn.functional.forgetting import forgetting_attention  # isort: skip
 from effattn.functional.selective import selective_attention  # isort: skip
 from effattn.functional.differential import differential_attention  # isort: skip
 import effattn.functional.latent  # isort: skip
+import effattn.functional.gated_attention  # isort: skip
 from effattn.functional.stick_breaking import stick_breaking_attention  # isort: skip
 from effattn.functional.entmax import entmax_attention  # isort: skip
 from effattn.functional.talking_heads import talking_heads_attention  # isort: skip

@@ -73,6 +73,8 @@ class Mechanism:
         `function`, if it has one.
       builder: "module:attribute" of the callable that makes the mechanism's Flax mixer; imported on
         first use. The default is a mixer for any function with `takes_heads`.
+      cross_builder: the same of a cross-attention module with weights of the mechanism's own; None
+        if the module for any function calls it.
       options_at: `(length) -> options`, if the claimed complexity needs options that depend on the
         length; or None.
       knows_order: whether the mechanism distinguishes positions by itself; models then pass no
@@ -111,6 +113,7 @@ class Mechanism:
     takes_heads: bool = True
     naive: Callable[..., Any] | None = None
     builder: str = _ANY_FUNCTION
+    cross_builder: str | None = None
     decoder: str | None = None
     pattern: Callable[..., Any] | None = None
     causality: str = "exact"
@@ -154,12 +157,12 @@ class Mechanism:
     @property
     def mixer(self) -> str:
         """Full name of the builder, for messages."""
-        module, _, attribute = self.builder.partition(":")
-        return (
-            f"effattn.nn.{attribute}"
-            if module.startswith("effattn.nn.")
-            else f"{module}.{attribute}"
-        )
+        return _full_name(self.builder)
+
+    @property
+    def cross_module(self) -> str | None:
+        """Full name of the cross-attention module of its own, for messages; None without one."""
+        return None if self.cross_builder is None else _full_name(self.cross_builder)
 
     def options_in_layer(self, layer: int, num_layers: int) -> dict[str, Any]:
         """The mechanism's options that depend on the layer of a model, counted from 0."""
@@ -238,6 +241,11 @@ _OF_PARTS = frozenset(
 )
 
 _MECHANISMS: dict[str, Mechanism] = {}
+
+
+def _full_name(reference: str) -> str:
+    module, _, attribute = reference.partition(":")
+    return f"{'effattn.nn' if module.startswith('effattn.nn.') else module}.{attribute}"
 
 
 def _signature(builder: str) -> Mapping[str, inspect.Parameter]:

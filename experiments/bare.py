@@ -25,13 +25,8 @@ from experiments.harness import naming
 from experiments.tasks import arithmetic, chess_games, parity, permutations, recall
 from experiments.tasks.task import NOTHING, Batch, Scores, Task
 
-TASKS: dict[str, Any] = {
-    **parity.TASKS,
-    **arithmetic.TASKS,
-    **permutations.TASKS,
-    **chess_games.TASKS,
-    **recall.TASKS,
-}
+TASKS: dict[str, Any] = parity.TASKS | arithmetic.TASKS | permutations.TASKS
+TASKS |= chess_games.TASKS | recall.TASKS
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -42,19 +37,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="of the mechanism")
     parser.add_argument("--task", choices=TASKS, default="parity")
     parser.add_argument("--sizes", choices=("small", "published"), default="small")
-    for name, default, unit in (
-        ("layers", 2, "layers of the model"),
-        ("width", 64, "features per token"),
-        ("heads", 4, "heads per layer"),
-        ("batch", 64, "examples per step"),
-        ("steps", 1000, "steps of training"),
-        ("rate", 3e-3, "largest learning rate"),
-        ("decay", 0.01, "weight decay"),
-        ("seed", 0, "seed of the parameters and of the examples"),
-    ):
+    numbers = (
+        ("layers", 2, 1, "layers of the model"),
+        ("width", 64, 1, "features per token"),
+        ("heads", 4, 1, "heads per layer"),
+        ("batch", 64, 1, "examples per step"),
+        ("steps", 1000, 1, "steps of training"),
+        ("rate", 3e-3, 0, "largest learning rate"),
+        ("decay", 0.01, 0, "weight decay"),
+        ("seed", 0, 0, "seed of the parameters and of the examples"),
+    )
+    for name, default, _, unit in numbers:
         described = f"{unit}; default {default}"
         parser.add_argument(f"--{name}", type=type(default), default=default, help=described)
-    return parser.parse_args(argv)
+    config = parser.parse_args(argv)
+    for name, _, least, _ in numbers:
+        if not least <= getattr(config, name) < np.inf:
+            parser.error(f"--{name} must be at least {least}, got {getattr(config, name)}")
+    return config
 
 
 def build(config: argparse.Namespace, task: Task) -> TransformerLM:

@@ -349,13 +349,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = chosen(config)
         from experiments.costs import tables
 
+        # A later commit adds to the same table.
+        environment = {k: v for k, v in machine.environment().items() if k != "commit"}
         settings = {
             "experiment": "efficiency",
             "rounds": config.rounds,
             "seconds": config.seconds,
             "memory": memory_of(config),
             "workload": dataclasses.asdict(workload_of(config)),
-            "environment": machine.environment(),
+            "environment": environment,
         }
         folder = folders.path_of(config.output, f"efficiency-{folders.fingerprint(settings)}")
         with folders.claimed(folder, settings):

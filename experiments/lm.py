@@ -80,7 +80,7 @@ class Config(TextOptions):
         with folders.claimed(folder, settings):
             print("Measuring time and memory against length, for 45 seconds at most.", flush=True)
             points = curves.measure_lengths(plain)
-            if points:
+            if len({point.length for point in points}) > 1:
                 curves.draw(path, points)
             measured = {"mechanisms": plain, "points": [point._asdict() for point in points]}
             write_atomically(numbers, json.dumps(measured, indent=1) + "\n")

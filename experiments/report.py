@@ -54,6 +54,12 @@ def _readable(result: results.Result) -> Iterator[None]:
 def write(config: Config) -> None:
     """Writes the page, its figures and the quality of mechanisms."""
     found, left_out = results.gather(config.results)
+    left_out_by_name = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+    if not found:
+        raise UserError(
+            f"--results must have the results of a command of experiments, got {config.results}"
+            + (f" with {left_out_by_name}" if left_out else " without any")
+        )
     tables = [comparisons.Table(r.folder, r.summary) for r in found if r.kind == results.COMPARISON]
     others = [result for result in found if result.kind != results.COMPARISON]
     numbers = published.Published.read(PUBLISHED)
@@ -99,7 +105,7 @@ def write(config: Config) -> None:
         config.quality.unlink(missing_ok=True)
     print(
         f"Wrote {config.page} from {len(found)} results, and {len(judged['results'])} scores for "
-        f"effattn.advise. Left out: {len(left_out)} folders."
+        f"effattn.advise. Left out: {left_out_by_name or 'nothing'}."
     )
 
 

@@ -586,6 +586,7 @@ MIXERS = {
             "rotary": {"rotary": RotaryEmbedding(theta=10.0), "rotary_dim": 4, "query_rank": 5},
         },
     ),
+    "gated_attention": Case(variants={"": {}, "by head": {"by_head": True, "num_kv_heads": 1}}),
     "talking_heads": Case(
         mix=mixes.talking_heads, variants={"": {}, "more": {"num_softmaxes": 3, "num_kv_heads": 1}}
     ),

@@ -107,6 +107,10 @@ def advise(
     length = checks.at_least("length", length, 1, "tokens")
     heads = checks.at_least("heads", heads, 1)
     head_dim = checks.at_least("head_dim", head_dim, 1, "features")
+    if head_dim % 2:
+        raise ValueError(
+            f"head_dim must be even, as layers rotate pairs of features, got {head_dim}"
+        )
 
     def counted(entry, given):
         return _counted(

@@ -102,7 +102,7 @@ class Option:
         for task in self.quality:
             found.append(f"{task.task}: {task.relative:.2f} of softmax's score ({task.source})")
         if not self.quality:
-            found.append("no measured quality yet")
+            found.append("no quality yet: results in fewer than three tasks")
         if self.compiled:
             found.append(f"kernels: {', '.join(self.kernels) or 'none, runs in XLA'}")
         return tuple(found)

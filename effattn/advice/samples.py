@@ -15,6 +15,7 @@ from effattn.advice import facts
 from effattn.advice.layers import GLOBAL, Layer
 from effattn.analysis import approximation_error
 from effattn.functional.performer import performer_features
+from effattn.functional.softmax import dot_product_attention
 from effattn.nn import SelfAttention
 from effattn.nn.binding import resolve
 
@@ -45,7 +46,12 @@ def heads_of(sample: Any) -> list[Heads]:
             str(np.shape(p)) if hasattr(p, "shape") else type(p).__name__ for p in parts
         )
         raise ValueError(f"{_NEEDS}; got {f'({got})' if parts else type(sample).__name__}")
+    for name, part in zip(("query", "key", "value"), parts, strict=True):
+        dtype = getattr(part, "dtype", None) or np.asarray(part).dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"the {name} of sample must have floating-point numbers, got {dtype}")
     query, key, value = map(jnp.asarray, parts)
+    jax.eval_shape(dot_product_attention, query, key, value)  # checks the shapes
     return [(query, key, value)]
 
 

@@ -11,9 +11,9 @@ from effattn.analysis.cost import ELEMENTWISE, REDUCTIONS
 
 # Cheap operations, beside those of `ELEMENTWISE`, that a fusion can compute with their readers.
 MOVES = frozenset(
-    "broadcast_in_dim convert_element_type slice dynamic_slice pad concatenate iota rev "
-    "square is_finite round ceil sign nextafter erf erfc erf_inv cbrt tan real imag complex "
-    "conj".split()
+    "broadcast_in_dim convert_element_type reduce_precision slice dynamic_slice pad concatenate "
+    "iota rev square is_finite round ceil sign nextafter erf erfc erf_inv cbrt tan real imag "
+    "complex conj".split()
 )
 # Operations of the library to which XLA on CPUs hands reductions.
 OF_LIBRARY = frozenset(

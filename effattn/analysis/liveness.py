@@ -29,7 +29,7 @@ from effattn.analysis.fusions import BY_LIBRARY, OF_LIBRARY, TRANSPOSE, Fusions,
 # Other names of a buffer. Transposes change the layout that the compiler chooses for it.
 _ALIASES = frozenset(
     "reshape squeeze expand_dims transpose stop_gradient copy copy_p name pvary pcast "
-    "optimization_barrier sharding_constraint".split()
+    "sharding_constraint".split()
 )
 _INLINED = "jaxpr", "call_jaxpr", "fun_jaxpr"
 # Operations whose jaxpr is that of a kernel or of single entries.

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Positions are int32. Positions and counts are limited to 2**30, so that sums do not overflow.
+# Positions are int32. Counts and sides of windows are limited to 2**30, and offsets to 2**29. Their
+# sums then do not overflow, and a window of 2**30 tokens reaches every key.
 _FAR = 2**30
 _MOST = 2**31 - 1
 
@@ -337,8 +338,8 @@ def tile(value: Any) -> tuple[int, int] | None:
 def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
     """Checks `query_offset`: an int, or an int array `()` or `(*B)`."""
     if is_integer(value):
-        if abs(value) > _FAR:
-            raise ValueError(f"query_offset must lie between -2**30 and 2**30, got {value!r}")
+        if abs(value) > _FAR // 2:
+            raise ValueError(f"query_offset must lie between -2**29 and 2**29, got {value!r}")
         return int(value)
     array = as_array("query_offset", value)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in ((), tuple(batch)):
@@ -346,7 +347,7 @@ def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
             f"query_offset must be an int, or integers of shape () or {tuple(batch)}, got "
             f"{array.dtype} of shape {array.shape}"
         )
-    limit = min(_FAR, jnp.iinfo(array.dtype).max)
+    limit = min(_FAR // 2, jnp.iinfo(array.dtype).max)
     low = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -limit
     return jnp.clip(array, low, limit).astype(jnp.int32)
 

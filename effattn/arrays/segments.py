@@ -106,6 +106,20 @@ def starts_of_runs(ids: jax.Array) -> jax.Array:
     return jax.lax.cummax(starts, axis=starts.ndim - 1)
 
 
+def sums_of_runs(x: jax.Array, ids: jax.Array | None) -> jax.Array:
+    """Cumulative sums of `x (*B, T, N)` over tokens, for each run of equal `ids (*B, T)` apart."""
+    if ids is None:
+        return jnp.cumsum(x, -2)
+    first = jnp.ones_like(ids[..., :1], bool)
+    is_first = jnp.concatenate([first, ids[..., 1:] != ids[..., :-1]], -1)
+
+    def joined(before, after):
+        (sums, starts), (more, starts_again) = before, after
+        return jnp.where(starts_again, more, sums + more), starts | starts_again
+
+    return jax.lax.associative_scan(joined, (x, is_first[..., None]), axis=x.ndim - 2)[0]
+
+
 def _check_borders(borders: np.ndarray, total_length: int) -> None:
     if borders[0] != 0 or np.any(borders[1:] < borders[:-1]) or borders[-1] > total_length:
         raise ValueError(

@@ -3,7 +3,8 @@
 Each implementation is a module with these functions, beside those that
 `effattn.dispatch.Implementations` names:
 
-- `forward`: the output, the log-sum-exp L, and the rounding error of L (`lse_error`).
+- `forward`: the output and the log-sum-exp L (`Attended`), with what rounding took from the output
+  if `exact`.
 - `backward`: the gradients; it recomputes the weights as exp(logits - L).
 - `tilings`: the tile sizes that `effattn.tune` tries.
 
@@ -24,7 +25,7 @@ from effattn import dispatch
 from effattn.arrays import dtypes, mesh_axes
 from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch import cache
-from effattn.interfaces.block_attention import Config, Inputs, softmax_dtype
+from effattn.interfaces.block_attention import Attended, Config, Inputs, softmax_dtype
 
 IMPLEMENTATIONS = dispatch.Implementations(
     "block attention",
@@ -121,30 +122,32 @@ def _finite(lse):
 
 # Under `jax.jit` so that it is traced once: the primal function and the VJP both call it.
 @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
-def _forward(config: Config, x: Inputs, dtype):
+def _forward(config: Config, x: Inputs, exact: bool) -> Attended:
     def form(module):
-        return lambda x: module.forward(config, x, dtype)
+        return lambda x: module.forward(config, x, exact)
 
     return IMPLEMENTATIONS.run(config.implementations, form, x)
 
 
 def _attend_fwd(config: Config, x: Inputs):
-    # The output residual is not rounded to the dtype of `value`: delta is subtracted from every
-    # d logits of a row, so its rounding error would add up.
-    out, lse, lse_error = _forward(config, x, softmax_dtype(x))
-    return out, _finite(lse), lse_error
+    # The rounding error of the output is saved, too: delta is subtracted from every d logits of a
+    # row, so its rounding error would add up.
+    found = _forward(config, x, True)
+    return found._replace(lse=_finite(found.lse))
 
 
-def _residuals(config: Config, operands, found):
-    (x,), (out, lse, lse_error) = operands, found
+def _residuals(config: Config, operands, found: Attended):
     # Named, so that a remat policy can save these residuals.
-    out = checkpoint_name(out, "attention_out")
-    lse, lse_error = checkpoint_name((lse, lse_error), "attention_lse")
-    return (out.astype(x.value.dtype), lse), (x, out, lse, lse_error)
+    out, lost = checkpoint_name((found.out, found.lost), "attention_out")
+    lse, lse_error = checkpoint_name((found.lse, found.lse_error), "attention_lse")
+    return (out, lse), (*operands, Attended(out, lost, lse, lse_error))
 
 
 def _attend_bwd(config: Config, saved, cotangents):
-    x, out, lse, lse_error = saved
+    x, (out, lost, lse, lse_error) = saved
+    if lost is not None:
+        out, lost = (array.astype(softmax_dtype(x)) for array in (out, lost))
+        out += lost
     lse, (d_out, d_lse) = dtypes.logarithms(lse), cotangents
     # L is rounded: in float32, beside a bias of -1e9, L loses the logarithm of the number of keys
     # (log 64 for 64 equal logits). All recomputed weights of a row
@@ -162,13 +165,13 @@ def _attend_bwd(config: Config, saved, cotangents):
 
 
 def _run(config: Config, x: Inputs):
-    out, lse, _ = _forward(config, x, x.value.dtype)
-    return out, _finite(lse)
+    found = _forward(config, x, False)
+    return found.out, _finite(found.lse)
 
 
 def _run_in_xla(config: Config, x: Inputs):
-    out, lse, _ = IMPLEMENTATIONS.module("xla").forward(config, x, x.value.dtype)
-    return out, _finite(lse)
+    found = IMPLEMENTATIONS.module("xla").forward(config, x, False)
+    return found.out, _finite(found.lse)
 
 
 _attend = with_derivatives(_run, _attend_fwd, _attend_bwd, _run_in_xla, _residuals)
@@ -202,12 +205,13 @@ def _known(config: Config, x: Inputs, out, lse):
 
 
 def _known_fwd(config: Config, x: Inputs, out, lse):
-    return _known(config, x, out, lse), (x, out, lse, jnp.zeros_like(lse))
+    return _known(config, x, out, lse), (x, Attended(out, None, lse, jnp.zeros_like(lse)))
 
 
 def _known_bwd(config: Config, saved, cotangents):
-    _, out, lse, _ = saved
-    return *_attend_bwd(config, saved, cotangents), jnp.zeros_like(out), jnp.zeros_like(lse)
+    _, found = saved
+    zeros = jnp.zeros_like(found.out), jnp.zeros_like(found.lse)
+    return *_attend_bwd(config, saved, cotangents), *zeros
 
 
 _known.defvjp(_known_fwd, _known_bwd)

@@ -38,6 +38,7 @@ IMPLEMENTATIONS = dispatch.Implementations(
     {
         "xla": "effattn.xla.linear_recurrence",
         "llvm": "effattn.llvm.linear_recurrence",
+        "mosaic_gpu": "effattn.pallas.mosaic_gpu.linear_recurrence",
         "triton": "effattn.pallas.triton.linear_recurrence",
         "jax_triton": "effattn.triton.linear_recurrence",
         "mosaic_tpu": "effattn.pallas.mosaic_tpu.linear_recurrence",
@@ -56,6 +57,8 @@ def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
         lengths=(length,),
         signature=functools.partial(signature, config, x),
         suited=dispatch.suited(dtype, length),
+        # The kernels in Mosaic GPU have not run on a GPU yet.
+        only_by_name=dispatch.ONLY_BY_NAME | {"mosaic_gpu"},
     )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import positions_from, within
 from effattn.decode.decoder import Decoder, Sizes
-from effattn.decode.moba import sums_of_blocks
+from effattn.decode.moba import check_blocks, sums_of_blocks
 from effattn.decode.tokens import append_to
 from effattn.functional.learned_blocks import attend, choose
 from effattn.functional.moba import check_options
@@ -61,6 +61,7 @@ class LearnedBlockDecoder(Decoder):
         checks.known_length("decoding learned_block_attention", heads[0])
         self._check_runs_in_xla()
         size, top_k = self._read(state.key.shape[1])
+        check_blocks("selection_sum", state.selection_sum, state.key.shape[1], size)
         present = within(lengths, heads[0].shape[1])[..., None, None]
         query, key, value, selection_query, selection_key = (
             jnp.where(present, x, 0) for x in (*heads, selection_query, selection_key)

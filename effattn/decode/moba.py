@@ -57,6 +57,7 @@ class MobaDecoder(Decoder):
         query, key, value = heads
         checks.known_length("decoding moba_attention", query)
         size, top_k = self._read(state.key.shape[1])
+        check_blocks("key_sum", state.key_sum, state.key.shape[1], size)
         present = within(lengths, key.shape[1])[..., None, None]
         key, value = (jnp.where(present, x, 0) for x in (key, value))
         positions = positions_from(state.length, key.shape[1])
@@ -79,6 +80,16 @@ class MobaDecoder(Decoder):
 
     def _read(self, capacity):
         return check_options(self.options["block_size"], self.options["top_k"], capacity)
+
+
+def check_blocks(name, sums, capacity, size):
+    """Raises `ValueError` unless there is one sum for each block of the keys."""
+    blocks = -(-capacity // size)
+    if sums.shape[1] != blocks:
+        raise ValueError(
+            f"{name} of the state must have the sums of {blocks} blocks of block_size={size} keys "
+            f"in {capacity}, got {sums.shape[1]}; make the state with the init_state of this layer"
+        )
 
 
 def sums_of_blocks(key, blocks, like):

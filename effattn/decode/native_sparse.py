@@ -63,6 +63,15 @@ class NativeSparseDecoder(Decoder):
     def _extend(self, heads, state, lengths, gates):
         query, key, value = heads
         checks.known_length("decoding native_sparse_attention", query)
+        capacity, settings = state.key.shape[1], self.settings
+        blocks = max(settings.count(capacity), 0)
+        if state.compressed_key.shape[1] != blocks:
+            raise ValueError(
+                f"compressed_key of the state must have {blocks} blocks of compression_size="
+                f"{settings.compression} keys in {capacity}, every compression_stride="
+                f"{settings.stride}, got {state.compressed_key.shape[1]}; make the state with the "
+                "init_state of this layer"
+            )
         present = within(lengths, key.shape[1])[..., None, None]
         query, key, value, gates = (jnp.where(present, x, 0) for x in (query, key, value, gates))
         new = append_to(state, lengths, key=key, value=value)

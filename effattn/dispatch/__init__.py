@@ -2,6 +2,7 @@
 
 from effattn.dispatch.choice import (
     FROM_AMPERE,
+    ONLY_BY_NAME,
     PALLAS,
     PLATFORMS,
     XLA,
@@ -22,6 +23,7 @@ from effattn.dispatch.implementations import Implementations
 
 __all__ = [
     "FROM_AMPERE",
+    "ONLY_BY_NAME",
     "PALLAS",
     "PLATFORMS",
     "XLA",

@@ -27,7 +27,7 @@ PLATFORMS = {
     "jax_triton": "cuda",
     "mosaic_tpu": "tpu",
 }
-# Implementations that None never chooses: "jax_triton" has not run on a GPU yet.
+# Implementations that run only if they are named: "jax_triton" has not run on a GPU yet.
 ONLY_BY_NAME = frozenset({"cudnn", "jax_triton"})
 # Fewest tokens for which kernels are faster; below, most of a kernel's tile is empty.
 _FOR_GPU, _FOR_CPU = 128, 16
@@ -167,6 +167,7 @@ class Call(NamedTuple):
       limits: function from an implementation to its limits.
       is_partitioned: whether kernels run on several devices, each for its part of the call.
       capabilities: range of the compute capabilities of GPUs on which kernels are the default.
+      only_by_name: implementations that run only if they are named.
     """
 
     mechanism: str
@@ -178,6 +179,7 @@ class Call(NamedTuple):
     limits: Callable[[str], Limits] = lambda _: Limits()
     is_partitioned: bool = True
     capabilities: tuple[float, float] = HOPPER
+    only_by_name: frozenset[str] = ONLY_BY_NAME
 
     def with_implementation(
         self, name: str, refusal: Callable[[], str | None], limits: Limits
@@ -194,7 +196,9 @@ class Call(NamedTuple):
 
     def candidates(self) -> dict[str, Mapping[str, tuple[tuple[int, ...], ...]]]:
         """Implementations that `effattn.tune` may try, with their tilings."""
-        return {name: self.tilings(name) for name in self.accepted() if name not in ONLY_BY_NAME}
+        return {
+            name: self.tilings(name) for name in self.accepted() if name not in self.only_by_name
+        }
 
 
 def choose(value: Any, call: Call, places: MeshAxes | None = None) -> Chosen:
@@ -230,7 +234,9 @@ def choose(value: Any, call: Call, places: MeshAxes | None = None) -> Chosen:
     chosen: list[str] = []
     reasons = []
     for name in names:
-        meant = PALLAS if name == "pallas" else (name,)
+        meant: tuple[str, ...] = (name,)
+        if name == "pallas":
+            meant = tuple(one for one in PALLAS if one not in call.only_by_name)
         if not refusals.keys() & {*meant}:
             reasons.append(f"{mechanism} has no {name!r} implementation")
         for one in meant:
@@ -263,7 +269,9 @@ def untuned(call: Call, places: MeshAxes | None = None) -> tuple[str, ...]:
     if _refused_devices(call, places) is not None:
         return ("xla",)
     if "cuda" in call.suited and _is_default(call.capabilities):
-        kernels = tuple(name for name in PALLAS if PLATFORMS[name] == "cuda")
+        kernels = tuple(
+            name for name in PALLAS if PLATFORMS[name] == "cuda" and name not in call.only_by_name
+        )
     elif "cpu" in call.suited and jax.default_backend() == "cpu":
         kernels = ("llvm",) if platform.machine() in ("x86_64", "AMD64") else ()
     return (*(name for name in kernels if name in call.refusals), "xla")

@@ -114,6 +114,7 @@ registry.register(
         function=additive_attention,
         capabilities=frozenset({"cross"}),
         builder="effattn.nn.additive:AdditiveSelfAttention",
+        cross_builder="effattn.nn.additive:AdditiveCrossAttention",
         decoder="effattn.decode.contiguous:ContiguousDecoder",
         complexity="O(N^2 A)",
         time_exponent=2.0,

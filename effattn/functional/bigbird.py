@@ -284,7 +284,7 @@ def _check_random_blocks(given: Any, length: int, block_size: int, key_heads: in
             f"random_blocks must hold block indices from 0 to {most}, or -1 for no block, got "
             f"{array.min()} to {array.max()}"
         )
-    array = array[..., :blocks, :]
+    array = array[..., :blocks, :].astype(np.int32)
     return (jnp if traced else np).where(array < blocks, array, -1)
 
 

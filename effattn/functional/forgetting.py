@@ -9,7 +9,7 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
-from effattn.arrays.segments import positions_from, valid
+from effattn.arrays.segments import positions_from, sums_of_runs, valid
 from effattn.cores import attention, recurrence
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import (
@@ -59,8 +59,9 @@ def forgetting_attention(
         logits_ij = scale * q_i . k_j + sum_(l = j + 1 to i) log f_l
 
     The sum is c_i - c_j for the cumulative sums c of log f. The softmax does not depend on c_i, so
-    -c_j is a bias of the keys, and memory stays linear. Rounding in c costs about |c| times the
-    precision of float32 in a logit. Always causal. Gates of 1 give `dot_product_attention`.
+    -c_j is a bias of the keys, and memory stays linear. In self-attention c starts at 0 in each
+    document. Rounding in c costs about |c| times the precision of float32 in a logit. Always
+    causal. Gates of 1 give `dot_product_attention`.
 
     Time O(T S (H + Hv)) over the tiles that causality and the window keep, memory O(T + S).
 
@@ -95,7 +96,11 @@ def forgetting_attention(
     log_forget = log_forget.astype(dtypes.wide(query, key, value, log_forget))
     if present is not None:
         log_forget = jnp.where(present[..., None], log_forget, 0)
-    sums = jnp.moveaxis(jnp.cumsum(log_forget, -2), -1, -2)  # (*B, N, S)
+    # The positions of queries that are not the tokens of the keys may lie in other documents.
+    is_pair = checks.is_pair(options.get("segment_ids"), key.shape[:-2])
+    is_self = isinstance(given.query_offset, int) and given.query_offset == 0 and not is_pair
+    runs = given.segments[1] if is_self and given.segments else None
+    sums = jnp.moveaxis(sums_of_runs(log_forget, runs), -1, -2)  # (*B, N, S)
     given = dataclasses.replace(given, bias=-sums[..., None, :])
     with jax.named_scope("forgetting_attention"):
         out, lse = attention.attend(query, key, value, given)

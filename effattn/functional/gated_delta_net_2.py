@@ -42,9 +42,9 @@ def gated_delta_rule_2_attention(
         out_t = scale * S_t^T q_t,    alpha = exp(log_decay)
 
     With b = w = beta, one number for each head, this is Kimi delta attention
-    (`delta_rule_attention`). Keys are not normalised; with keys of length 1 and gates in [0, 1] the
-    state stays bounded. Always causal. Time is O(T (C (H + Hv) + H Hv)) for chunks of C tokens,
-    memory O(T), the state H x Hv numbers for each key head.
+    (`delta_rule_attention`). Keys are not normalised. Where b differs between features, the
+    state can grow even with keys of length 1. Always causal. Time is O(T (C (H + Hv) + H Hv)) for
+    chunks of C tokens, memory O(T), the state H x Hv numbers for each key head.
 
     "Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention".
 

@@ -99,6 +99,8 @@ def paged_attention(
             f"block_table must be integers of shape ({batch}, M), the M >= 1 pages of each "
             f"sequence, got {table.dtype} of shape {table.shape}"
         )
+    if table.dtype.itemsize < 4:  # too narrow for the number of pages
+        table = table.astype(jnp.int32)
     counts = checks.lengths("lengths", lengths, (batch,))
     if counts is None:
         raise ValueError(f"lengths must be integers of shape ({batch},), got None")

@@ -38,7 +38,8 @@ def rwkv7_attention(
 
     The receptance r is the query. This is the delta rule with a decay and an in-context learning
     rate a for each feature, and a removal key kappa that differs from the written key. With kappa
-    of length 1 and 0 <= a <= 1, the state stays bounded. Always causal, without scale or
+    of length 1 and one 0 <= a <= 1 for all features of a head, the state stays bounded; where a
+    differs between features, it can grow without decays. Always causal, without scale or
     normaliser; the layer adds the bonus of the paper to the output. Time is O(T (C (H + Hv) + H
     Hv)) for chunks of C tokens, memory O(T), state H x Hv numbers a key head.
 

@@ -76,8 +76,8 @@ def selective_attention(
       selection_query: p, `(*B, T, 1, Hs)`.
       selection_key: r, `(*B, T, 1, Hs)`.
       key_tile: t, keys in a tile; tuning only.
-      **options: padding, packing, scale, log-sum-exp and precision: see `effattn.options`. Padding
-        selects nothing.
+      **options: padding, packing, scale, log-sum-exp and precision: see `effattn.options`. The
+        scale is that of both products, by default H**-0.5. Padding selects nothing.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also the log-sum-exp of the

@@ -77,8 +77,9 @@ def titans_memory(
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K). The
-        memory stays bounded if the sum of rate * |k|^2 over a mini-batch stays below 2.
+      key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K). On
+        equal keys the memory stays bounded if the sum of rate * |k|^2 over a mini-batch stays below
+        2 (1 - momentum).
       value: `(*B, T, K, Hv)`.
       rate: `(*B, T, K)`, learning rate of each token.
       momentum: `(*B, T, K)`, from 0 to 1.

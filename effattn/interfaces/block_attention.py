@@ -123,6 +123,41 @@ def ids(x: Inputs) -> tuple[jax.Array | None, jax.Array | None]:
     return query_ids, key_ids
 
 
+class Attended(NamedTuple):
+    """Results of a forward pass.
+
+    Attributes:
+      out: output `(*B, T, N, Hv)`, in the dtype of `value`. Rows without keys are zero.
+      lost: what rounding took from `out`, in the same dtype: the sum of both has twice the digits.
+        None if it is not asked for, or if the sums have the dtype of `value`.
+      lse: log-sum-exp L `(*B, T, N)`, -inf for rows without keys.
+      lse_error: rounding error of L, the exact log-sum-exp minus L, `(*B, T, N)`.
+    """
+
+    out: jax.Array
+    lost: jax.Array | None
+    lse: jax.Array
+    lse_error: jax.Array
+
+    @classmethod
+    def of(cls, x: Inputs, out: jax.Array, lse: jax.Array, lse_error: jax.Array) -> "Attended":
+        """Rounds an output that has `output_dtype` to the dtype of `value`."""
+        dtype, lost = x.value.dtype, None
+        if out.dtype != dtype:
+            # XLA may remove a conversion to a narrower dtype and back.
+            info = jnp.finfo(dtype)
+            rounded = jax.lax.reduce_precision(out, info.nexp, info.nmant)
+            # Without the barrier XLA stores the wide output, and rounds it where it is read.
+            both = rounded.astype(dtype), (out - rounded).astype(dtype)
+            out, lost = jax.lax.optimization_barrier(both)
+        return cls(out, lost, lse, lse_error)
+
+
+def output_dtype(x: Inputs, exact: bool) -> jnp.dtype:
+    """Dtype of the output that a forward pass computes: that of the sums, or that of `value`."""
+    return softmax_dtype(x) if exact else x.value.dtype
+
+
 def softmax_dtype(x: Inputs) -> jnp.dtype:
     """Dtype of logits, weights and sums: the promoted dtype, at least float32."""
     return dtypes.wide(x.query, x.key, x.value)

@@ -18,7 +18,7 @@ from effattn import dispatch
 from effattn.dispatch.partition import may_be_divided
 from effattn.dispatch.places import HEADS
 from effattn.interfaces import block_attention
-from effattn.interfaces.block_attention import Config, Inputs
+from effattn.interfaces.block_attention import Attended, Config, Inputs
 from effattn.llvm import layouts, runtime
 from effattn.llvm.block_kernels import ATTRIBUTES, MAX_FLOATS, MAX_TILES, UNLIMITED
 from effattn.llvm.primitive import kernel
@@ -94,12 +94,11 @@ def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]
     return {}
 
 
-def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the output in `dtype`, the log-sum-exp, and the rounding error of the log-sum-exp."""
+def forward(config: Config, x: Inputs, exact: bool) -> Attended:
+    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp."""
     arrays = _with_bias(config, x.query, x.key, x.value, x.bias)
     static = "forward", _without_bias(config, x)
-    out, lse, lse_error = _attention(static, *arrays, *_ids(x))
-    return out.astype(dtype), lse, lse_error
+    return Attended.of(x, *_attention(static, *arrays, *_ids(x)))
 
 
 def backward(
@@ -112,8 +111,11 @@ def backward(
     gradients = _attention(static, *arrays, *_ids(x), lse, d_out, delta)
     d_query, d_key, d_value, d_bias = pull_back((*gradients, jnp.zeros_like(arrays[3])))
     if x.bias is not None and not _is_of_keys(x):
-        config = dataclasses.replace(config, implementations=dispatch.XLA)
-        d_bias = by_xla.backward(config, x, lse, d_out, delta).bias
+        kernels, config = config, dataclasses.replace(config, implementations=dispatch.XLA)
+        # All terms must have the same rounding, which matters where logits are large.
+        ours, theirs = forward(kernels, x, True), by_xla.forward(config, x, True)
+        delta = delta + jnp.sum((theirs.out - ours.out) * d_out, -1)
+        d_bias = by_xla.backward(config, x, theirs.lse, d_out, delta).bias
     return Inputs(query=d_query, key=d_key, value=d_value, bias=d_bias)
 
 
@@ -188,12 +190,13 @@ def _by_xla(static, *arrays):
     direction, config = static
     x, rows = _split(direction, arrays)
     if config.known_layout is not None:
-        x = x._replace(layout=config.known_layout.layout)
+        x = x._replace(layout=jax.tree.map(jnp.asarray, config.known_layout.layout))
     groups = x.key.shape[-2], x.query.shape[-2] // x.key.shape[-2]
     has_bias = x.bias is not None and x.bias.size
     x = x._replace(bias=_by_group(x.bias, groups) if has_bias else None)
     if direction == "forward":
-        return by_xla.forward(config, x, _FLOAT32)
+        attended = by_xla.forward(config, x, True)
+        return attended.out, attended.lse, attended.lse_error
     found = by_xla.backward(config, x, *rows)
     return found.query, found.key, found.value
 

@@ -138,6 +138,8 @@ def in_first_part(gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """
     if gradient.shape == shape:
         return gradient
+    if not gradient.size:
+        return jnp.zeros_like(gradient, shape=shape)
     size = gradient.shape[-1]
     parts = math.prod(shape) // gradient.size - 1
     zeros = jnp.zeros_like(gradient, shape=(*gradient.shape[:-1], parts, size))

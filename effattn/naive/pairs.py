@@ -195,9 +195,8 @@ class _Shared:
         allowed = valid[:, None] & present & (query_ids[:, None] == key_ids)
         allowed = allowed & (jnp.logical_not(self.is_causal) | (ahead <= 0))
         if self.window is not None:
-            left, right = (
-                self.window if isinstance(self.window, tuple | list) else (self.window,) * 2
-            )
+            pair = self.window if isinstance(self.window, tuple | list) else (self.window,) * 2
+            left, right = (min(side, 2**30) for side in pair)
             allowed = allowed & (-left <= ahead) & (ahead <= right)
         if mask is not None:
             allowed = allowed & mask

@@ -104,10 +104,15 @@ class Binding:
         """Raises `ValueError` with advice if a required parameter is missing in `keywords`."""
         missing = ", ".join(sorted(self.required - keywords.keys()))
         if missing:
-            own = "" if self.mechanism is None else self.mechanism.mixer
+            own = (
+                ()
+                if self.mechanism is None
+                else (self.mechanism.mixer, self.mechanism.cross_module)
+            )
+            modules = " or ".join(name for name in own if name not in (None, _OF_ANY_FUNCTION))
             raise ValueError(
                 f"attention {self.name!r} needs {missing}: give it as an option"
-                + (f", or use {own}" if own not in ("", _OF_ANY_FUNCTION) else "")
+                + (f", or use {modules}" if modules else "")
             )
 
 

@@ -96,7 +96,8 @@ def convert(
     if not isinstance(model, (Transformer, EncoderDecoder)):
         raise ValueError(
             "model must be a Transformer, a TransformerLM, an EncoderDecoder or a SelfAttention, "
-            f"got a {type(model).__name__}; of another model, convert its SelfAttention modules"
+            f"got an object of type {type(model).__name__}; of another model, convert its "
+            "SelfAttention modules"
         )
     copy: Any = own_copy(model)
     if isinstance(model, Transformer):

@@ -1,6 +1,8 @@
 """Encoder-decoder Transformer with any token mixers."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -96,6 +98,14 @@ class EncoderDecoderState:
         return self.decoder.length
 
 
+def _cross_module(attention: Any) -> Callable[..., CrossAttention]:
+    """The cross-attention module of a mechanism, or of a function of query, key and value."""
+    builder = registry.get(attention).cross_builder if isinstance(attention, str) else None
+    if builder is None:
+        return functools.partial(CrossAttention, attention=attention)
+    return registry.load(builder)
+
+
 # A mechanism with one of these capabilities computes each query independently of the others.
 _ALONE = frozenset({"offset", "state"})
 
@@ -115,10 +125,9 @@ class DecoderBlock(Layer):
         super().__init__(config, layer, rngs=rngs)
         attention, options = named("cross_attention", cross_attention, mixers=False)
         dtypes = dtypes_of(config)
-        self.cross = CrossAttention(
+        self.cross = _cross_module(attention)(
             config.features,
             config.num_heads,
-            attention,
             **{
                 "context_features": context_features,
                 "num_kv_heads": config.num_kv_heads,

@@ -16,13 +16,13 @@ class GatedSelfAttention(SelfAttention):
         y = (sigmoid(x Wg) * attention(q, k, v)) Wo
 
     The gate is computed from the token itself, so a token can set the output of a head to zero. It
-    need not attend to a sink token for that. A model takes the class as a mixer:
-    `TransformerConfig(mixer=GatedSelfAttention, ...)`.
+    need not attend to a sink token for that.
 
     Args:
+      attention: mechanism of the heads, by default "softmax"; one that needs no further arrays.
       by_head: one gate for each head, in place of one for each feature of a head. Default False,
         which is better in the paper.
-      **options: as in `SelfAttention`; `attention` is its third argument, by default "softmax".
+      **options: as in `SelfAttention`.
     """
 
     def __init__(

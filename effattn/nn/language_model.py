@@ -1,17 +1,20 @@
 """Language model: a Transformer with an output projection, and its decoding."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from effattn import registry
 from effattn.arrays import dtypes, mesh_axes
 from effattn.decode.state import check_init
 from effattn.nn import initializers
 from effattn.nn.block import Routing
 from effattn.nn.configuration import TransformerConfig, dtypes_of
 from effattn.nn.placement import axes
+from effattn.nn.projection import dot_general
 from effattn.nn.tokens import one_token
 from effattn.nn.transformer import Transformer, TransformerState
 
@@ -46,11 +49,20 @@ class TransformerLM(Transformer):
                 use_bias=False,
                 kernel_init=initializers.embedding_init,
                 preferred_element_type=_logits_dtype(config),
+                dot_general=dot_general,
                 kernel_metadata=axes("features", "vocabulary"),
                 rngs=rngs,
                 **dtypes_of(config),
             )
         )
+
+    @staticmethod
+    def from_transformers(
+        parameters: Mapping[str, Any], config: Any, **options: Any
+    ) -> "TransformerLM":
+        """Loads a pretrained decoder; see `effattn.nn.decoder_from_transformers`."""
+        load = registry.load("effattn.nn.pretrained.decoder:decoder_from_transformers")
+        return load(parameters, config, **options)
 
     @mesh_axes.on_mesh_of_input
     def __call__(

@@ -8,6 +8,7 @@ from flax import nnx
 
 from effattn.nn import initializers
 from effattn.nn.placement import axes
+from effattn.nn.projection import dot_general
 from effattn.nn.short_convolution import ShortConvolution
 
 Sizes = int | tuple[int, int]  # features, or (heads, head dimension)
@@ -80,4 +81,5 @@ class Layers:
         return nnx.Param(jnp.asarray(values, self.param_dtype))
 
     def _of_projection(self, options):
-        return {"use_bias": False, "kernel_init": self.kernel_init, **self.numbers, **options}
+        usual = {"use_bias": False, "kernel_init": self.kernel_init, "dot_general": dot_general}
+        return {**usual, **self.numbers, **options}

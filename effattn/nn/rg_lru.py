@@ -73,6 +73,11 @@ class RGLRU(RecurrentMixer):
         return weights, make.drawn(nnx.initializers.zeros, *shape[:2], **axes("heads", None))
 
     def _mix(self, x, state, lengths, segment_ids):
+        if state is not None and len(state) != 2 + self.first_in_full:
+            raise ValueError(
+                f"state must be that of a layer with first_in_full={self.first_in_full}, of "
+                f"{2 + self.first_in_full} arrays, got {len(state)}"
+            )
         h, last, *begun = (None, None) if state is None else state
         if last is None:
             last = self.convolution.init_state(len(x), x.dtype)

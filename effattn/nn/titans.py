@@ -13,12 +13,13 @@ class TitansMemory(GatedOutput, DeltaRule):
     """Mixer with the linear neural memory of Titans (Behrouz et al. 2025, "Titans").
 
         q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv))
-        rate = sigmoid(x Wr + br) / mini_batch_size;   momentum = sigmoid(x Wm + bm)
-        log_decay = log sigmoid(x Wa + ba)
+        momentum = sigmoid(x Wm + bm);   log_decay = log sigmoid(x Wa + ba)
+        rate = (1 - momentum) * sigmoid(x Wr + br) / mini_batch_size
         y = (silu(x Wg) * norm(titans_memory(q / |q|, k / |k|, v, ...))) Wo
 
-    These rates keep the memory bounded. The biases ba of the heads start from 3 to 6, so that heads
-    start with shorter and longer memories.
+    With momentum, a step also acts on later tokens. The factor 1 - momentum keeps the sum of its
+    effects, and so the memory on equal tokens, bounded. The biases ba of the heads start from 3 to
+    6, so that heads start with shorter and longer memories.
 
     Args:
       mini_batch_size: tokens in a mini-batch.
@@ -56,9 +57,11 @@ class TitansMemory(GatedOutput, DeltaRule):
         self.gate = make.heads(in_features, sizes, use_bias=options.get("use_bias", False))
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
+        momentum = wide(self.momentum(x))
+        rate = jax.nn.sigmoid(-momentum) * jax.nn.sigmoid(wide(self.rate(x)))
         return {
-            "rate": jax.nn.sigmoid(wide(self.rate(x))) / self.mini_batch_size,
-            "momentum": jax.nn.sigmoid(wide(self.momentum(x))),
+            "rate": rate / self.mini_batch_size,
+            "momentum": jax.nn.sigmoid(momentum),
             "log_decay": jax.nn.log_sigmoid(wide(self.decay(x))),
         }
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from effattn.dispatch.partition import is_needed, partitioned
 from effattn.dispatch.places import HEADS, ONCE, SAME, Names, rows
-from effattn.interfaces.block_attention import Config, Inputs
+from effattn.interfaces.block_attention import Attended, Config, Inputs, output_dtype
 
-Forward = Callable[[Config, Inputs, Any], tuple[jax.Array, jax.Array, jax.Array]]
+Forward = Callable[[Config, Inputs, bool], Attended]
 Backward = Callable[[Config, Inputs, jax.Array, jax.Array, jax.Array], Inputs]
 
 
@@ -25,17 +25,20 @@ def forward(kernel: Forward) -> Forward:
     """Decorator: each device runs a forward kernel of block attention for its rows and heads."""
 
     @functools.wraps(kernel)
-    def run(config, x, dtype):
+    def run(config, x, exact):
         if not is_needed():
-            return kernel(config, x, dtype)
+            return kernel(config, x, exact)
         given = _Operands(config, x)
         *_, each_query, of_tokens = given.names()
+        is_exact = output_dtype(x, exact) != x.value.dtype
+        names = of_tokens, *([of_tokens] if is_exact else []), each_query, each_query
 
         def on_device(*arrays):
-            return kernel(*given.of_device(arrays), dtype)
+            return jax.tree.leaves(kernel(*given.of_device(arrays), exact))
 
-        call = partitioned(on_device, given.operands, (of_tokens, each_query, each_query))
-        return tuple(call(*given.arrays))
+        call = partitioned(on_device, given.operands, names)
+        out, *lost, lse, lse_error = call(*given.arrays)
+        return Attended(out, lost[0] if lost else None, lse, lse_error)
 
     return run
 
@@ -207,10 +210,9 @@ def recurrence(kernels: Any) -> Any:
         forward=_spread(kernels.forward, (_by_head,), (tokens, same)),
         backward=_spread(kernels.backward, (_by_head, tokens, _once), gradients),
         read=_spread(kernels.read, (_by_head,), (tokens,)),
-        d_query=_spread(kernels.d_query, (_by_head, tokens), (tokens,)),
-        d_key=_spread(kernels.d_key, (_once, tokens), (tokens,)),
-        correct=_spread(kernels.correct, (_by_head, _by_head), (same, same)),
-        correct_back=_spread(kernels.correct_back, (_by_head, _by_head), (same, same)),
+        gradients=_spread(kernels.gradients, (_by_head, _once, tokens), (tokens, tokens, tokens)),
+        correct=_spread(kernels.correct, (_by_head, _by_head), (same, same, same)),
+        correct_back=_spread(kernels.correct_back, (_by_head, _by_head), (same, same, same)),
     )
 
 

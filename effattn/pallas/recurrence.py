@@ -94,8 +94,8 @@ class How(NamedTuple):
 
     Attributes:
       precision: precision of products.
-      interpreted: whether kernels are interpreted.
-      dtype: dtype of the output.
+      interpreted: whether, or how, kernels are interpreted.
+      dtype: dtype of the output, and the narrowest one of gradients.
     """
 
     precision: lax.Precision
@@ -128,32 +128,30 @@ class Gradients(NamedTuple):
 class Kernels(NamedTuple):
     """Kernels of one device. The first argument of each function is `How`; it is not listed here.
 
-    `d_out` has float32 or 16 bits. The delta form has the last five functions. In these, states are
-    those before each block of `BLOCK` tokens and after the last block, and gradients of states
-    those from reads in later blocks, both `(B, V, n + 1, F', D')`; F' and D' include padding with
-    zeros for the device.
+    `d_out` has float32 or 16 bits. The last four functions are for the delta form. Their saved
+    states are arrays `(B, V, blocks, F', D')`, with the states before each block of `BLOCK` tokens
+    first; F' and D' include padding with zeros for the device. Saved gradients of states are those
+    from reads in later blocks. Only the kernels of the same device read them, so their order is up
+    to these kernels.
 
     Attributes:
       forward: `(arrays, state (B, V, F, D)) ->` the output `(B, T, heads, D)` in the dtype of
         `How`, and the state after the last token.
       backward: `(arrays, state, d_out (B, T, heads, D), d_state) -> Gradients`.
-      read: `(arrays, states) -> (B, T, heads, D)`, the output, in the dtype of `How`.
-      d_query: `(arrays, states, d_out) -> (B, T, heads, F)`, the gradient of the queries. With
-        decays, the part from each query's own token is left out.
-      d_key: `(arrays, gradients of states, d_out) -> (B, T, V, F)`, the gradient of the keys. With
-        decays, the part from the query of the same token is left out.
-      correct: `(arrays, chunks of BLOCK tokens, state (B, V, F, D)) -> X (B, V, n, BLOCK, D)` and
-        states.
+      read: `(arrays, saved states) -> (B, T, heads, D)`, the output, in the dtype of `How`.
+      gradients: `(arrays, saved states, saved gradients of states, d_out) ->` the gradients of
+        queries, keys and log decays, as in `Gradients`.
+      correct: `(arrays, chunks of BLOCK tokens, state (B, V, F, D)) -> X (B, V, n, BLOCK, D)`,
+        saved states, and the state after the last chunk.
       correct_back: the same for gradients, from the last chunk to the first.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     backward: Callable[..., Gradients]
     read: Callable[..., jax.Array]
-    d_query: Callable[..., jax.Array]
-    d_key: Callable[..., jax.Array]
-    correct: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array]]
-    correct_back: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array]]
+    gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
+    correct: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    correct_back: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 def by_blocks(
@@ -167,44 +165,60 @@ def by_blocks(
     """`forward` and `backward` of `Kernels`, by walks and by kernels for all blocks at once.
 
     Args:
-      states: `(arrays, state) ->` the states before each block and after the last block.
+      states: `(arrays, state) ->` the states before each block and after the last block,
+        `(B, V, n + 1, F', D')`.
       gradients_of_states: `(arrays, d_out, d_state) ->` the gradients of these states.
       read: as in `Kernels`.
-      d_query: as in `Kernels`.
-      d_key: as in `Kernels`.
-      d_value: likewise, the gradient of the values `(B, T, V, D)`.
+      d_query: as in `gradients_of_blocks`.
+      d_key: likewise.
+      d_value: `(arrays, gradients of states, d_out) -> (B, T, V, D)`, the gradient of the values.
     """
+    gradients = gradients_of_blocks(d_query, d_key)
 
     def forward(how, arrays, state):
         found = states(how, arrays, state)
-        return read(how, arrays, found), _whole_state(arrays, found[:, :, -1])
+        return read(how, arrays, found), whole_state(arrays, found[:, :, -1])
 
     def backward(how, arrays, state, d_out, d_state):
         found = states(how, arrays, state)
         co_states = gradients_of_states(how, arrays, d_out, d_state)
         value = d_value(how, arrays, co_states, d_out)
-        return _gradients_of_blocks((d_query, d_key), how, arrays, found, co_states, d_out, value)
+        query, key, log_decay = gradients(how, arrays, found, co_states, d_out)
+        return Gradients(query, key, value, log_decay, whole_state(arrays, co_states[:, :, 0]))
 
     return {"forward": forward, "backward": backward}
 
 
-def _whole_state(arrays, state):
+def whole_state(arrays: Arrays, state: jax.Array) -> jax.Array:
     """Slices a state `(B, V, F', D')` to `(B, V, F, D)`."""
     return state[..., : arrays.key.shape[-1], : arrays.value.shape[-1]]
 
 
-def _gradients_of_blocks(kernels, how, arrays, states, co_states, d_out, d_value) -> Gradients:
-    of_query, of_key = kernels
-    d_query = of_query(how, arrays, states, d_out)
-    d_key = of_key(how, arrays, co_states, d_out)
-    d_log_decay = None
-    if arrays.log_decay is not None:
+def gradients_of_blocks(
+    d_query: Callable[..., jax.Array], d_key: Callable[..., jax.Array]
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]:
+    """`gradients` of `Kernels`, by one kernel for the queries and one for the keys.
+
+    States are those before each block and after the last block, `(B, V, n + 1, F', D')`.
+
+    Args:
+      d_query: `(arrays, states, d_out) -> (B, T, heads, F)`, the gradient of the queries. With
+        decays, the part from each query's own token is left out.
+      d_key: `(arrays, gradients of states, d_out) -> (B, T, V, F)`, the gradient of the keys. With
+        decays, the part from the query of the same token is left out.
+    """
+
+    def gradients(how, arrays, states, co_states, d_out):
+        of_query = d_query(how, arrays, states, d_out)
+        of_key = d_key(how, arrays, co_states, d_out)
+        if arrays.log_decay is None:
+            return of_query, of_key, None
         wide = arrays.widened()
-        d_log_decay = _d_log_decay(wide, states, co_states, d_query, d_key)
-        own_query, own_key = _own(wide, d_out.astype(d_query.dtype))
-        d_query, d_key = d_query + own_query, d_key + own_key
-    d_state = _whole_state(arrays, co_states[:, :, 0])
-    return Gradients(d_query, d_key, d_value, d_log_decay, d_state)
+        d_log_decay = _d_log_decay(wide, states, co_states, of_query, of_key)
+        own_query, own_key = _own(wide, d_out.astype(of_query.dtype))
+        return of_query + own_query, of_key + own_key, d_log_decay
+
+    return gradients
 
 
 class _Summed(NamedTuple):
@@ -298,8 +312,8 @@ def forward(kernels: Kernels, config: Config, x: Inputs):
     if summed.recalled is None:
         read, state = kernels.forward(how, arrays, _one_batch(x.state, 3))
     else:
-        arrays, states = _corrected(kernels, how, x, summed, arrays)
-        read, state = kernels.read(how, arrays, states), states[:, :, -1]
+        arrays, states, state = _corrected(kernels, how, x, summed, arrays)
+        read = kernels.read(how, arrays, states)
     output = _output(config, x, read, summed.own, summed.least)
     return (output, _like_state(x, state)), None
 
@@ -319,8 +333,10 @@ def backward(
     sums = functools.partial(_summed, config, x)
     summed, to_arguments = jax.vjp(sums, x.parameters, x.queries, x.keys)
     arrays, read = _narrow(config, x, summed), None
+    if summed.is_output(config) and summed.recalled is None:  # XLA adds nothing to gradients
+        how = how._replace(dtype=config.dtype)
     if summed.recalled is not None:
-        arrays, states = _corrected(kernels, how, x, summed, arrays)
+        arrays, states, _ = _corrected(kernels, how, x, summed, arrays)
         read = kernels.read(how, arrays, states) if config.normalized else None
     elif config.normalized:
         read, _ = kernels.forward(how, arrays, _one_batch(x.state, 3))
@@ -338,15 +354,8 @@ def backward(
         found = kernels.backward(how, arrays, _one_batch(x.state, 3), d_read, d_state)
     else:
         correction = _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state)
-        found = _gradients_of_blocks(
-            (kernels.d_query, kernels.d_key),
-            how,
-            arrays,
-            states,
-            correction.states,
-            d_read,
-            correction.value,
-        )
+        query, key, log_decay = kernels.gradients(how, arrays, states, correction.states, d_read)
+        found = Gradients(query, key, correction.value, log_decay, correction.state)
     d_query, d_key, d_value, d_log_decay, d_first = found
     d_query, d_key = _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key)
     d_recalled = None
@@ -367,8 +376,8 @@ def backward(
 
 
 def _corrected(kernels, how, x, summed, arrays):
-    """Returns the arrays with the corrected values of the delta form, and the states."""
-    value, states = recurrence_delta.corrected(
+    """Returns arrays with the corrected values of the delta form, the saved and the last states."""
+    value, states, last = recurrence_delta.corrected(
         functools.partial(kernels.correct, how, arrays),
         how.dot,
         BLOCK,
@@ -376,7 +385,7 @@ def _corrected(kernels, how, x, summed, arrays):
         summed.arrays.value,
         _one_batch(x.state, 3),
     )
-    return arrays._replace(value=value), states
+    return arrays._replace(value=value), states, last
 
 
 def _narrow(config, x, summed) -> Arrays:
@@ -416,7 +425,7 @@ def _forgotten(log_decay, starts):
 def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
     """Returns the gradients of the delta form, from arrays with corrected values."""
     features, values = d_state.shape[2:]
-    wide = arrays.widened()
+    wide, blocks = arrays.widened(), -(-d_read.shape[1] // BLOCK)
     return recurrence_delta.gradients(
         functools.partial(kernels.correct_back, how, arrays),
         how.dot,
@@ -424,7 +433,7 @@ def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
         summed.keys,
         wide.query,
         wide.value,
-        states[:, :, :-1, :features, :values],
+        states[:, :, :blocks, :features, :values],
         d_read.astype(d_state.dtype),
         d_state,
     )
@@ -488,7 +497,7 @@ def _one_batch(x, kept):
 
 
 def _like_state(x, state):
-    """Slices and reshape `(B, V, F', D')` to `(*B, V, F, D)`."""
+    """Slices and reshapes `(B, V, F', D')` to `(*B, V, F, D)`."""
     features, values = x.state.shape[-2:]
     return state[..., :features, :values].reshape(x.state.shape)
 
@@ -508,7 +517,7 @@ def _masked(x, d_output):
 
 
 def _over_shares(gradient, like):
-    """Sum `(B, T, heads, F)` over the heads that share one head of `like`."""
+    """Sums `(B, T, heads, F)` over the heads that share one head of `like`."""
     return gradient.reshape(*like.shape[:3], -1, like.shape[3]).sum(3)
 
 

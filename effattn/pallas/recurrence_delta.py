@@ -77,16 +77,17 @@ class Keys(NamedTuple):
 
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
-Walk = Callable[[Chunks, jax.Array], tuple[jax.Array, jax.Array]]
+Walk = Callable[[Chunks, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 def corrected(
     walk: Walk, dot: Dot, chunk: int, keys: Keys, value: jax.Array, state: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the corrected values x `(B, T, V, D)`, and the states from `walk`.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the corrected values x `(B, T, V, D)`, and the saved and last states from `walk`.
 
     Args:
-      walk: `(chunks, state (B, V, F, D)) -> (X (B, V, n, C, D), states)`, from first to last chunk.
+      walk: `(chunks, state (B, V, F, D)) -> (X (B, V, n, C, D), saved states, last state)`, from
+        the first to the last chunk.
       dot: matrix product.
       chunk: C.
       keys: keys and decays of the tokens.
@@ -102,21 +103,23 @@ def corrected(
         return Chunks(dot(inverse, recalled), key, dot(inverse, value), _kept(past, key))
 
     heads = value.shape[2]
-    chunks = _over_heads(of_head)(_cut_keys(chunk, keys, heads), _cut(chunk, value, heads))
-    values, states = walk(chunks, state)
-    return _joined(values, value.shape[1]), states
+    chunks = over_heads(of_head)(_cut_keys(chunk, keys, heads), cut(chunk, value, heads))
+    values, *states = walk(chunks, state)
+    return _joined(values, value.shape[1]), *states
 
 
 class Gradients(NamedTuple):
     """Results of `gradients`.
 
     Attributes:
-      states: gradients of the states, as `walk` returns them.
+      states: saved gradients of the states, as `walk` returns them.
+      state: gradient of the state before the first token, likewise.
       value: gradient of the values, `(B, T, V, D)`.
       keys: gradients of keys and decays through the recalled values B S + P X.
     """
 
     states: jax.Array
+    state: jax.Array
     value: jax.Array
     keys: Keys
 
@@ -169,17 +172,19 @@ def gradients(
             within = dot(past.products(keys.recalled, keys.key), value)
             return within + dot(_times(keys.recalled, past.since_start), states)
 
-        cut = _cut_keys(chunk, keys, heads), _cut(chunk, value, heads)
-        return _over_heads(of_head)(*cut, states)
+        chunks = _cut_keys(chunk, keys, heads), cut(chunk, value, heads)
+        return over_heads(of_head)(*chunks, states)
 
     def by_value_head(x):
-        x = _cut(chunk, x, d_out.shape[2])
+        x = cut(chunk, x, d_out.shape[2])
         return jnp.moveaxis(x.reshape(x.shape[0], heads, -1, *x.shape[2:]), 2, 3)
 
     reads = by_value_head(query), by_value_head(d_out)
-    d_value, d_states = walk(_over_heads(of_head)(_cut_keys(chunk, keys, heads), *reads), d_state)
+    d_value, d_states, d_first = walk(
+        over_heads(of_head)(_cut_keys(chunk, keys, heads), *reads), d_state
+    )
     _, to_keys = jax.vjp(recalled, keys)
-    return Gradients(d_states, _joined(d_value, value.shape[1]), *to_keys(-d_value))
+    return Gradients(d_states, d_first, _joined(d_value, value.shape[1]), *to_keys(-d_value))
 
 
 def _before(dot, keys) -> Reader:
@@ -195,7 +200,7 @@ def _times(x, decay):
     return x if decay is None else x * decay
 
 
-def _over_heads(function: Callable[..., Any]):
+def over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     """Maps a function of one head over `(B, V, ...)`."""
     return jax.vmap(jax.vmap(function))
 
@@ -205,11 +210,11 @@ def _cut_keys(chunk, keys, heads) -> Keys:
     log_decay = keys.log_decay
     if log_decay is not None and log_decay.ndim == 3:
         log_decay = log_decay[..., None]
-    cut = functools.partial(_cut, chunk, heads=heads)
-    return jax.tree.map(cut, keys._replace(log_decay=log_decay))
+    of_heads = functools.partial(cut, chunk, heads=heads)
+    return jax.tree.map(of_heads, keys._replace(log_decay=log_decay))
 
 
-def _cut(chunk, x, heads):
+def cut(chunk: int, x: jax.Array, heads: int) -> jax.Array:
     """Cuts `(B, T, shared heads, size)` into `(B, heads, n, C, size)`, padded with zeros."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), (0, 0), (0, 0)])
     x = jnp.repeat(jnp.moveaxis(x, 2, 1), heads // x.shape[2], 1)
@@ -217,6 +222,6 @@ def _cut(chunk, x, heads):
 
 
 def _joined(x, length):
-    """Joins chunks `(B, heads, n, C, size)` to `(B, T, heads, size)`; the inverse of `_cut`."""
+    """Joins chunks `(B, heads, n, C, size)` to `(B, T, heads, size)`; the inverse of `cut`."""
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return jnp.moveaxis(x[:, :, :length], 1, 2)

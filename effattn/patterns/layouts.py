@@ -134,6 +134,7 @@ class BlockLayout:
                     f"{lengths[1]} tokens, or be -1 for none; got {array.min()} to {array.max()}"
                 )
         rows = np.broadcast_shapes(full.shape[:-1], some.shape[:-1])
+        full, some = full.astype(np.int32), some.astype(np.int32)
         full, some = (xp.broadcast_to(a, (*rows, a.shape[-1])) for a in (full, some))
         full = xp.where((full[..., None] == some[..., None, :]).any(-1), -1, full)
         halves = _distinct(some, keys, xp), _distinct(full, keys, xp)

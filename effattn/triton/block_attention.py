@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import dispatch
-from effattn.interfaces.block_attention import Config, Inputs
+from effattn.interfaces.block_attention import Attended, Config, Inputs, output_dtype
 from effattn.pallas import block_tiles, partition, visited_tiles
 from effattn.patterns.layouts import BlockLayout
 from effattn.triton import elementwise, launch
@@ -48,15 +48,15 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 @partition.forward
-def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
+def forward(config: Config, x: Inputs, exact: bool) -> Attended:
+    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp."""
     call = _Call(config, x, "forward")
     plan = call.plan
     of_rows = (plan.queries, plan.heads), jnp.float32
-    results = [((plan.queries, plan.heads, plan.value_size), dtype), of_rows, of_rows]
-    out, *sums = call.run("forward", (plan.heads, plan.query_tiles), (), results)
+    of_out = (plan.queries, plan.heads, plan.value_size), output_dtype(x, exact)
+    out, *sums = call.run("forward", (plan.heads, plan.query_tiles), (), [of_out, of_rows, of_rows])
     lse, lse_error = (array.reshape(x.query.shape[:-1]) for array in sums)
-    return out.reshape(*x.query.shape[:-1], plan.value_size), lse, lse_error
+    return Attended.of(x, out.reshape(*x.query.shape[:-1], plan.value_size), lse, lse_error)
 
 
 @partition.backward

@@ -376,11 +376,17 @@ def _listed(plan: tl.constexpr, tiles, b, k, n, length: tl.constexpr, step):
 def _positions(x, plan: tl.constexpr, b, n, m, transposed: tl.constexpr):
     row, column = n * plan.t + tl.arange(0, plan.t), m * plan.s + tl.arange(0, plan.s)
     if plan.has_query_positions:
-        i = tl.load(x.query_positions + b * plan.queries + row, mask=row < plan.queries, other=0)
+        i = tl.load(
+            x.query_positions + b.to(tl.int64) * plan.queries + row,
+            mask=row < plan.queries,
+            other=0,
+        )
     else:
         i = tl.load(x.offset + (b if plan.offset_by_example else 0)) + row
     if plan.has_key_positions:
-        j = tl.load(x.key_positions + b * plan.keys + column, mask=column < plan.keys, other=0)
+        j = tl.load(
+            x.key_positions + b.to(tl.int64) * plan.keys + column, mask=column < plan.keys, other=0
+        )
     else:
         j = column
     return _down(i, transposed), _across(j, transposed)
@@ -436,10 +442,12 @@ def _masked(
         if plan.left is not None:
             logits = tl.where(j >= i - plan.left, logits, -float("inf"))
         if plan.has_key_ids:
-            of_key = tl.load(x.key_ids + b * plan.keys + column, mask=column < plan.keys, other=0)
+            of_key = tl.load(
+                x.key_ids + b.to(tl.int64) * plan.keys + column, mask=column < plan.keys, other=0
+            )
             of_query = tl.full((plan.t,), 1, tl.int32)
             if plan.has_query_ids:
-                place = x.query_ids + b * plan.queries + row
+                place = x.query_ids + b.to(tl.int64) * plan.queries + row
                 of_query = tl.load(place, mask=row < plan.queries, other=0)
             same = _across(of_key, transposed) == _down(of_query, transposed)
             logits = tl.where(same, logits, -float("inf"))

@@ -10,7 +10,7 @@ from jax import lax
 from effattn import dispatch
 from effattn.interfaces.linear_recurrence import Config, Inputs
 from effattn.pallas import recurrence
-from effattn.pallas.recurrence import BLOCK, Arrays, How
+from effattn.pallas.recurrence import BLOCK, Arrays, Gradients, How
 from effattn.pallas.recurrence_delta import Chunks
 from effattn.triton import launch
 
@@ -42,8 +42,9 @@ class Plan:
     Attributes:
       length, query_heads, key_heads, value_heads, features, values: sizes of the arrays.
       decay: "none", one for a "token", or one for each "feature" of a token.
-      kept_features: number of decays of a chunk in the delta form: 1, or F.
       precision: of products: "tf32", or "tf32x3" for full float32.
+      kept_features: number of decays of a chunk in the delta form: 1, or F.
+      with_value: whether the gradients include that of the values.
     """
 
     length: int
@@ -53,8 +54,9 @@ class Plan:
     features: int
     values: int
     decay: str
-    kept_features: int
     precision: str
+    kept_features: int = 1
+    with_value: bool = True
 
     @property
     def tile(self) -> int:
@@ -125,7 +127,7 @@ class Plan:
         return max(launch.MIN_SIDE, min(self.tile, launch.power_of_2(size)))
 
 
-def _plan(how: How, arrays: Arrays, kept_features: int = 1) -> Plan:
+def _plan(how: How, arrays: Arrays) -> Plan:
     decay = "none"
     if arrays.log_decay is not None:
         decay = "token" if arrays.log_decay.ndim == 3 else "feature"
@@ -133,7 +135,7 @@ def _plan(how: How, arrays: Arrays, kept_features: int = 1) -> Plan:
     key_heads, (value_heads, values) = arrays.key.shape[2], arrays.value.shape[2:]
     precision = "tf32x3" if how.precision == lax.Precision.HIGHEST else "tf32"
     sizes = length, query_heads, key_heads, value_heads, features, values
-    return Plan(*sizes, decay, kept_features, precision)
+    return Plan(*sizes, decay, precision)
 
 
 def _kernels() -> Any:
@@ -143,52 +145,79 @@ def _kernels() -> Any:
     return recurrence_kernels
 
 
-# The functions of `effattn.pallas.recurrence.by_blocks`
+def _forward(how: How, arrays: Arrays, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    states, last = _states(how, arrays, state)
+    return _read(how, arrays, states), last
 
 
-def _states(how: How, arrays: Arrays, state: jax.Array) -> jax.Array:
-    return _walked(how, arrays, "walk", (arrays.key, arrays.value, arrays.log_decay, state))
+def _backward(how: How, arrays: Arrays, state, d_out, d_state) -> Gradients:
+    states, _ = _states(how, arrays, state)
+    operands = arrays.query, _scale(arrays), d_out, arrays.log_decay, d_state
+    co_states, first = _walk(how, arrays, "walk_back", operands)
+    query, key, log_decay, value = _of_blocks(how, arrays, states, co_states, d_out)
+    return Gradients(query, key, value, log_decay, first)
 
 
-def _gradients_of_states(
-    how: How, arrays: Arrays, d_out: jax.Array, d_state: jax.Array
-) -> jax.Array:
-    read = arrays.query, _scale(arrays), d_out, arrays.log_decay
-    return _walked(how, arrays, "walk_back", (*read, d_state))
+def _states(how, arrays, state):
+    """The states before the blocks, and the state after the last one."""
+    return _walk(how, arrays, "walk", (arrays.key, arrays.value, arrays.log_decay, state))
 
 
-def _walked(how, arrays, name, operands):
+def _walk(how, arrays, name, operands):
     plan = _plan(how, arrays)
     grid = 1, plan.value_heads, plan.tiles_f * plan.tiles_d
-    (states,) = _call(how, plan, name, grid, operands, [_saved(plan)])
-    return states
+    return _call(how, plan, name, grid, operands, [_saved(plan, arrays), _state(plan)])
 
 
 def _read(how: How, arrays: Arrays, states: jax.Array) -> jax.Array:
     plan = _plan(how, arrays)
-    shape = plan.length, plan.heads, plan.values
-    return _of_blocks(how, plan, "read", _terms(arrays), states, plan.tiles_d, shape, how.dtype)
+    grid, result = (plan.blocks, plan.heads, plan.tiles_d), (plan.length, plan.heads, plan.values)
+    operands = *_terms(arrays), states
+    (out,) = _call(how, plan, "read", grid, operands, [(result, how.dtype)], stages=1)
+    return out
 
 
-def _d_query(how: How, arrays: Arrays, states: jax.Array, d_out: jax.Array) -> jax.Array:
-    plan = _plan(how, arrays)
-    shape = plan.length, plan.heads, plan.features
-    operands = d_out, *_terms(arrays)
-    return _of_blocks(how, plan, "d_query", operands, states, plan.tiles_f, shape)
+def _gradients(how: How, arrays: Arrays, states, co_states, d_out):
+    return _of_blocks(how, arrays, states, co_states, d_out, with_value=False)[:3]
 
 
-def _d_key(how: How, arrays: Arrays, co_states: jax.Array, d_out: jax.Array) -> jax.Array:
-    plan = _plan(how, arrays)
-    shape = plan.length, plan.value_heads, plan.features
-    operands = d_out, *_terms(arrays)
-    return _of_blocks(how, plan, "d_key", operands, co_states, plan.tiles_f, shape)
+def _of_blocks(how, arrays, states, co_states, d_out, *, with_value=True):
+    """The gradients of queries, keys, log decays and values (None if not asked)."""
+    plan = dataclasses.replace(_plan(how, arrays), with_value=with_value)
+    unused = (1,), jnp.float32
+    query, key, value = (
+        ((plan.length, plan.heads, array.shape[3]), _narrowest(how, array, plan.heads == heads))
+        for array, heads in (
+            (arrays.query, plan.query_heads),
+            (arrays.key, plan.value_heads),
+            (arrays.value, plan.value_heads),
+        )
+    )
+    log_decay = unused
+    if plan.decay != "none":
+        sizes = arrays.log_decay.shape[3:]
+        log_decay = (plan.length, plan.heads, *sizes), jnp.float32
+    results = [query, key, value if with_value else unused, log_decay]
+    grid, operands = (plan.blocks, plan.heads, 1), (d_out, *_terms(arrays), states, co_states)
+    query, key, value, log_decay = _call(how, plan, "gradients", grid, operands, results, stages=1)
+    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    return (
+        query,
+        _over_group(plan, key),
+        None if plan.decay == "none" else _over_group(plan, log_decay),
+        _over_group(plan, value) if with_value else None,
+    )
 
 
-def _d_value(how: How, arrays: Arrays, co_states: jax.Array, d_out: jax.Array) -> jax.Array:
-    plan = _plan(how, arrays)
-    shape = plan.length, plan.value_heads, plan.values
-    operands = d_out, *_terms(arrays)
-    return _of_blocks(how, plan, "d_value", operands, co_states, plan.tiles_d, shape)
+def _narrowest(how, array, is_whole):
+    """Dtype of a gradient: that of the array, or float32 if XLA adds to it afterwards."""
+    is_narrow = is_whole and jnp.dtype(how.dtype).itemsize == 2
+    return array.dtype if is_narrow else jnp.float32
+
+
+def _over_group(plan, x):
+    """Sums over the heads of the output that read one value head."""
+    return x.reshape(*x.shape[:2], plan.value_heads, -1, *x.shape[3:]).sum(3)
 
 
 def _terms(arrays):
@@ -202,39 +231,38 @@ def _scale(arrays):
     return jnp.broadcast_to(arrays.scale, arrays.query.shape[:1])
 
 
-def _of_blocks(how, plan, name, operands, states, tiles, shape, dtype=jnp.float32):
-    """Runs a kernel of blocks, whose result is `(B, T, heads, size)`."""
-    grid = plan.blocks, shape[1], tiles
-    (found,) = _call(how, plan, name, grid, (*operands, states), [(shape, dtype)], stages=1)
-    return found
-
-
 # The delta form
 
 
 def _corrected(how: How, arrays: Arrays, chunks: Chunks, state: jax.Array):
     operands = chunks.recalled, chunks.key, chunks.kept, chunks.value, state
-    return _walked_whole(how, arrays, "correct", chunks, operands)
+    return _walk_whole(how, arrays, "correct", chunks, operands)
 
 
 def _corrected_back(how: How, arrays: Arrays, chunks: Chunks, d_state: jax.Array):
     of_keys = chunks.recalled, chunks.key, chunks.kept
     operands = *of_keys, chunks.query, chunks.value, chunks.d_out, d_state
-    return _walked_whole(how, arrays, "correct_back", chunks, operands)
+    return _walk_whole(how, arrays, "correct_back", chunks, operands)
 
 
-def _walked_whole(how, arrays, name, chunks, operands):
-    """Returns corrected values `(B, V, n, C, D)`, and states."""
-    plan = _plan(how, arrays, chunks.kept.shape[3])
+def _walk_whole(how, arrays, name, chunks, operands):
+    """Returns corrected values `(B, V, n, C, D)`, saved states, and the last state."""
+    plan = dataclasses.replace(_plan(how, arrays), kept_features=chunks.kept.shape[3])
     corrected = (plan.value_heads, plan.blocks, BLOCK, plan.values), jnp.float32
     grid = 1, plan.value_heads, plan.whole_d // plan.narrow
-    return tuple(_call(how, plan, name, grid, operands, [corrected, _saved(plan)], stages=1))
+    results = [corrected, _saved(plan, arrays), _state(plan)]
+    return _call(how, plan, name, grid, operands, results, stages=1)
 
 
-def _saved(plan):
-    """Shape and dtype of saved states."""
-    shape = plan.value_heads, plan.blocks + 1, plan.whole_f, plan.whole_d
-    return shape, jnp.float32
+def _saved(plan, arrays):
+    """Shape and dtype of saved states. In float16 large states would overflow."""
+    shape = plan.value_heads, plan.blocks, plan.whole_f, plan.whole_d
+    return shape, jnp.bfloat16 if arrays.key.dtype == jnp.bfloat16 else jnp.float32
+
+
+def _state(plan):
+    """Shape and dtype of the first or the last state."""
+    return (plan.value_heads, plan.features, plan.values), jnp.float32
 
 
 def _call(how, plan, name, grid, operands, results, stages=2):
@@ -243,11 +271,4 @@ def _call(how, plan, name, grid, operands, results, stages=2):
     return launch.call(kernel, plan, grid, operands, results, **options)
 
 
-KERNELS = recurrence.Kernels(
-    **recurrence.by_blocks(_states, _gradients_of_states, _read, _d_query, _d_key, _d_value),
-    read=_read,
-    d_query=_d_query,
-    d_key=_d_key,
-    correct=_corrected,
-    correct_back=_corrected_back,
-)
+KERNELS = recurrence.Kernels(_forward, _backward, _read, _gradients, _corrected, _corrected_back)

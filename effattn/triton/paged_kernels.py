@@ -38,7 +38,7 @@ def paged(
     total = tl.zeros((plan.rows,), tl.float32)
     mixed = tl.zeros((plan.rows, plan.value_width), tl.float32)
     for m in range(first, last):
-        which = tl.load(table + b * plan.room + m)
+        which = tl.load(table + b.to(tl.int64) * plan.room + m)
         at = m * plan.page + tl.arange(0, plan.page)
         key = _page(plan, keys, key_scales, which, at < length, head, plan.size, plan.width)
         key = key.to(queries.dtype)

@@ -8,8 +8,9 @@ kernel:
   A program has one tile of the state in registers (`walk`, `walk_back`), or in the delta form all
   features of a few values (`correct`, `correct_back`), as a corrected value depends on all
   features of the state before.
-- Kernels of blocks compute the output or a gradient of all blocks in parallel, from the saved
-  states. A program computes one tile `(C, f)` or `(C, d)` of its result.
+- Kernels of blocks compute the output (`read`) or all gradients (`gradients`) of all blocks in
+  parallel, from the saved states. A program computes one tile `(C, d)` of the output, or the
+  gradients of one block.
 
 Without decay, or with one decay for a token, the weights of a block are one masked product. With
 decays of features, the products decay inside the sum over features: a block is halved again and
@@ -19,9 +20,9 @@ decayed until the end of their half. No exponent is a difference of sums.
 
 Arrays are contiguous: queries `(B, T, N, F)`, keys `(B, T, K, F)`, values `(B, T, V, D)`, log
 decays `(B, T, V)` or `(B, T, V, F)`, a scale of the queries `(B,)`, output and its gradient
-`(B, T, heads, D)`, states `(B, V, n + 1, F', D')` with F' and D' whole tiles. The first token of a
-tile is an offset of 64 bits, so arrays may have any size. The index f names a tile of features, and
-d a tile of values.
+`(B, T, heads, D)`, saved states `(B, V, n, F', D')` with F' and D' whole tiles, gradients
+`(B, T, heads, size)`. The first token of a tile is an offset of 64 bits, so arrays may have any
+size. The index f names a tile of features, and d a tile of values.
 """
 
 import triton
@@ -35,36 +36,36 @@ LEVELS = tl.constexpr(6)  # log2(C)
 
 
 @triton.jit
-def walk(key, value, log_decay, initial, states, plan: tl.constexpr):
-    """Saves the state before each block and after the last block, from keys and values."""
+def walk(key, value, log_decay, initial, states, last, plan: tl.constexpr):
+    """Saves the state before each block, and the last state, from keys and values."""
     b, v, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     f, d = tile // plan.tiles_d, tile % plan.tiles_d
-    state = _load_initial(plan, initial, b, v, f, d)
-    tl.store(_state_pointers(plan, states, b, v, 0, f, d), state)
+    state = _load_tile(plan, initial, b, v, f, d)
     for n in range(plan.blocks):
+        _save(_state_pointers(plan, states, b, v, n, f, d), state)
         # The state after the block: what is left of it, and what the tokens of the block write.
         keys = _until_end(plan, log_decay, b, n, v, f, _keys(plan, key, b, n, v, f))
         written = _dot(plan, tl.trans(keys), _values(plan, value, b, n, v, d))
         state = _over_block(plan, log_decay, b, n, v, f, state) + written
-        tl.store(_state_pointers(plan, states, b, v, n + 1, f, d), state)
+    _store_tile(plan, last, b, v, f, d, state)
 
 
 @triton.jit
-def walk_back(query, scale, d_out, log_decay, last, co_states, plan: tl.constexpr):
-    """Saves the gradients of the states that `walk` saves, from queries and output gradients."""
+def walk_back(query, scale, d_out, log_decay, last, co_states, first, plan: tl.constexpr):
+    """Saves the gradient of the state after each block, and of the first state, from queries."""
     b, v, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     f, d = tile // plan.tiles_d, tile % plan.tiles_d
-    co_state = _load_initial(plan, last, b, v, f, d)
-    tl.store(_state_pointers(plan, co_states, b, v, plan.blocks, f, d), co_state)
+    co_state = _load_tile(plan, last, b, v, f, d)
     for step in range(plan.blocks):
         n = plan.blocks - 1 - step
+        _save(_state_pointers(plan, co_states, b, v, n, f, d), co_state)
         co_state = _over_block(plan, log_decay, b, n, v, f, co_state)
         for g in range(plan.group):
             h = v * plan.group + g
             queries = _queries(plan, query, scale, b, n, h, f)
             queries = _since_start(plan, log_decay, b, n, v, f, queries)
             co_state += _dot(plan, tl.trans(queries), _outputs(plan, d_out, b, n, h, d))
-        tl.store(_state_pointers(plan, co_states, b, v, n, f, d), co_state)
+    _store_tile(plan, first, b, v, f, d, co_state)
 
 
 # Walks of the delta form, see `effattn.pallas.recurrence_delta`: X = value - recalled S and
@@ -72,36 +73,37 @@ def walk_back(query, scale, d_out, log_decay, last, co_states, plan: tl.constexp
 
 
 @triton.jit
-def correct(recalled, key, kept, value, initial, corrected, states, plan: tl.constexpr):
+def correct(recalled, key, kept, value, initial, corrected, states, last, plan: tl.constexpr):
     """Writes corrected values `(B, V, n, C, D)`, and saves the states as `walk` does."""
     b, v, d = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     state = _load_slice(plan, initial, b, v, d)
-    _store_slice(plan, states, b, v, 0, d, state)
     for n in range(plan.blocks):
+        _save_slice(plan, states, b, v, n, d, state)
         state = _corrected(plan, recalled, key, kept, value, corrected, b, v, n, d, state)
-        _store_slice(plan, states, b, v, n + 1, d, state)
+    _store_slice(plan, last, b, v, d, state)
 
 
 @triton.jit
 def correct_back(
-    recalled, key, kept, query, value, d_out, last, corrected, co_states, plan: tl.constexpr
-):
+    recalled, key, kept, query, value, d_out, last, corrected, co_states, first,
+    plan: tl.constexpr,
+):  # fmt: skip
     """Writes gradients of corrected values, and saves those of the states, backwards.
 
     The gradient of the state before a block also gets query^T d_out.
     """
     b, v, d = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     state = _load_slice(plan, last, b, v, d)
-    _store_slice(plan, co_states, b, v, plan.blocks, d, state)
     for step in range(plan.blocks):
         n = plan.blocks - 1 - step
+        _save_slice(plan, co_states, b, v, n, d, state)
         state = _corrected(plan, recalled, key, kept, value, corrected, b, v, n, d, state)
         for g in range(plan.group):
             at = ((b * plan.value_heads + v) * plan.blocks + n) * plan.group + g
             queries = _chunk(query, at, plan.features, 0, plan.all_f)
             d_read = _chunk(d_out, at, plan.values, d, plan.narrow)
             state += _dot(plan, tl.trans(queries), d_read)
-        _store_slice(plan, co_states, b, v, n, d, state)
+    _store_slice(plan, first, b, v, d, state)
 
 
 @triton.jit
@@ -142,60 +144,79 @@ def read(query, scale, key, value, log_decay, states, out, plan: tl.constexpr):
 
 
 @triton.jit
-def d_query(d_out, query, scale, key, value, log_decay, states, gradient, plan: tl.constexpr):
-    """Computes gradients of the queries; with decays, without each query's own token."""
-    b, n, h, f = _place(plan)
-    v = h // plan.group
-    total = tl.zeros((C, plan.tile_f), tl.float32)
-    for d in range(plan.tiles_d):
-        state = tl.load(_state_pointers(plan, states, b, v, n, f, d))
-        total += _dot(plan, _outputs(plan, d_out, b, n, h, d), tl.trans(state))
-    total = _since_start(plan, log_decay, b, n, v, f, total)
-    d_weights = _d_weights(plan, d_out, value, b, n, v, h)
-    keys = _keys(plan, key, b, n, v, f)
-    total += _mixed(plan, log_decay, b, n, v, f, d_weights, keys, back=False)
-    _store_rows(plan, gradient, b, n, plan.heads, h, plan.features, f, plan.tile_f, total)
+def gradients(
+    d_out, query, scale, key, value, log_decay, states, co_states, d_query, d_key, d_value,
+    d_log_decay, plan: tl.constexpr,
+):  # fmt: skip
+    """Computes gradients of queries, keys, values and log decays, of one head of the output.
 
-
-@triton.jit
-def d_key(d_out, query, scale, key, value, log_decay, co_states, gradient, plan: tl.constexpr):
-    """Computes gradients of the keys; with decays, without the query of the same token."""
-    b, n, v, f = _place(plan)
-    total = tl.zeros((C, plan.tile_f), tl.float32)
-    for d in range(plan.tiles_d):
-        state = tl.load(_state_pointers(plan, co_states, b, v, n + 1, f, d))
-        total += _dot(plan, _values(plan, value, b, n, v, d), tl.trans(state))
-    total = _until_end(plan, log_decay, b, n, v, f, total)
-    for g in range(plan.group):
-        h, n = v * plan.group + g, _not_before_the_loop(n, g)
-        d_weights = _d_weights(plan, d_out, value, b, n, v, h)
-        queries = _queries(plan, query, scale, b, n, h, f)
-        total += _mixed(plan, log_decay, b, n, v, f, d_weights, queries, back=True)
-    _store_rows(plan, gradient, b, n, plan.value_heads, v, plan.features, f, plan.tile_f, total)
-
-
-@triton.jit
-def d_value(d_out, query, scale, key, value, log_decay, co_states, gradient, plan: tl.constexpr):
-    """Computes gradients of the values."""
-    b, n, v, d = _place(plan)
-    total = tl.zeros((C, plan.tile_d), tl.float32)
+    With decays, the pair of a query and its own token is kept apart, as it never decays (see
+    `effattn.pallas.recurrence` for the gradient of the log decays). The gradients of the states
+    belong to the first of the heads that read a value head.
+    """
+    b, n, h, _ = _place(plan)
+    v, is_first = h // plan.group, h % plan.group == 0
+    d_weights, own = _d_weights(plan, d_out, value, b, n, v, h)
+    crossing, at_end = tl.zeros((C,), tl.float32), 0.0
     for f in range(plan.tiles_f):
-        keys = _until_end(plan, log_decay, b, n, v, f, _keys(plan, key, b, n, v, f))
-        total += _dot(plan, keys, tl.load(_state_pointers(plan, co_states, b, v, n + 1, f, d)))
-    for g in range(plan.group):
-        h, n = v * plan.group + g, _not_before_the_loop(n, g)
+        n = _within_the_loop(n, f)
+        of_query = tl.zeros((C, plan.tile_f), tl.float32)
+        of_key = tl.zeros((C, plan.tile_f), tl.float32)
+        inner = tl.zeros((plan.tile_f,), tl.float32)
+        for d in range(plan.tiles_d):
+            state = tl.load(_state_pointers(plan, states, b, v, n, f, d))
+            of_query += _dot(plan, _outputs(plan, d_out, b, n, h, d), tl.trans(state))
+            if is_first:
+                co_state = tl.load(_state_pointers(plan, co_states, b, v, n, f, d))
+                of_key += _dot(plan, _values(plan, value, b, n, v, d), tl.trans(co_state))
+                if plan.decay != "none":
+                    inner += tl.sum(state.to(tl.float32) * co_state.to(tl.float32), 1)
+        queries = _queries(plan, query, scale, b, n, h, f)
+        keys = _keys(plan, key, b, n, v, f)
+        of_query = _since_start(plan, log_decay, b, n, v, f, of_query)
+        of_key = _until_end(plan, log_decay, b, n, v, f, of_key)
+        if plan.decay != "none":
+            # The sum of S' times its gradient, where S' = W S + K^T V is the state after the block.
+            inner = _over_block(plan, log_decay, b, n, v, f, inner[:, None])
+            inner = tl.sum(inner, 1) + tl.sum(of_key * keys.to(tl.float32), 0)
+        of_query += _mixed(plan, log_decay, b, n, v, f, d_weights, keys, back=False)
+        of_key += _mixed(plan, log_decay, b, n, v, f, d_weights, queries, back=True)
+        if plan.decay != "none":
+            product = queries * of_query - keys.to(tl.float32) * of_key
+            if plan.decay == "feature":
+                found = tl.cumsum(product, 0, reverse=True) + inner[None, :]
+                _store_log_decays(plan, d_log_decay, log_decay, b, n, h, f, found)
+            else:
+                crossing += tl.sum(product, 1)
+                at_end += tl.sum(inner, 0)
+            of_query += own[:, None] * keys.to(tl.float32)
+            of_key += own[:, None] * queries
+        _store_rows(plan, d_query, b, n, plan.heads, h, plan.features, f, plan.tile_f, of_query)
+        _store_rows(plan, d_key, b, n, plan.heads, h, plan.features, f, plan.tile_f, of_key)
+    if plan.decay == "token":
+        found = tl.cumsum(crossing, 0, reverse=True) + at_end
+        _store_log_decays(plan, d_log_decay, log_decay, b, n, h, 0, found[:, None])
+    if plan.with_value:
         weights = _weights(plan, query, scale, key, log_decay, b, n, v, h)
-        total += _dot(plan, tl.trans(weights), _outputs(plan, d_out, b, n, h, d))
-    _store_rows(plan, gradient, b, n, plan.value_heads, v, plan.values, d, plan.tile_d, total)
+        for d in range(plan.tiles_d):
+            n = _within_the_loop(n, d)
+            of_value = _dot(plan, tl.trans(weights), _outputs(plan, d_out, b, n, h, d))
+            if is_first:
+                for f in range(plan.tiles_f):
+                    keys = _keys(plan, key, b, n, v, f)
+                    keys = _until_end(plan, log_decay, b, n, v, f, keys)
+                    co_state = tl.load(_state_pointers(plan, co_states, b, v, n, f, d))
+                    of_value += _dot(plan, keys, co_state)
+            _store_rows(plan, d_value, b, n, plan.heads, h, plan.values, d, plan.tile_d, of_value)
 
 
 @triton.jit
-def _not_before_the_loop(n, g):
-    """Returns n, made to depend on g so that the compiler computes decays within the loop over g.
+def _within_the_loop(n, i):
+    """Returns n, made to depend on i so that the compiler computes decays within the loop over i.
 
     Decays of all levels, computed once before the loop, would not fit in registers.
     """
-    return n + tl.minimum(g, 0)
+    return n + tl.minimum(i, 0)
 
 
 @triton.jit
@@ -236,15 +257,16 @@ def _weights(plan: tl.constexpr, query, scale, key, log_decay, b, n, v, h):
 
 @triton.jit
 def _d_weights(plan: tl.constexpr, d_out, value, b, n, v, h):
-    """With decays, the diagonal (each query with its own token) is zero."""
+    """Gradients of the weights; with decays without the diagonal, which is the second result."""
     row = tl.arange(0, C)
     total = tl.zeros((C, C), tl.float32)
     for d in range(plan.tiles_d):
         values = _values(plan, value, b, n, v, d)
         total += _dot(plan, _outputs(plan, d_out, b, n, h, d), tl.trans(values))
+    own = tl.where(row[:, None] == row[None, :], total, 0.0)
     if plan.decay != "none":
-        total = tl.where(row[:, None] == row[None, :], 0.0, total)
-    return total
+        total -= own
+    return total, tl.sum(own, 1)
 
 
 @triton.jit
@@ -301,6 +323,17 @@ def _next_log_decays(plan: tl.constexpr, array, b, n, v, f):
         place = _pointers(plan, array, b, n, plan.value_heads, v, 1, 0, 1) + plan.value_heads
         there = _is_there(plan, n, row, 1, 0, 1)
     return tl.load(place, mask=there & (row < C)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_log_decays(plan: tl.constexpr, array, log_decay, b, n, h, f, found):
+    """Stores gradients of log decays, `(C, f)` or `(C, 1)`; 0 where the log decay is -inf."""
+    logs = _log_decays(plan, log_decay, b, n, h // plan.group, f)
+    found = tl.where(logs == float("-inf"), 0.0, found)
+    if plan.decay == "feature":
+        _store_rows(plan, array, b, n, plan.heads, h, plan.features, f, plan.tile_f, found)
+    else:
+        _store_rows(plan, array, b, n, plan.heads, h, 1, 0, 1, found)
 
 
 @triton.jit
@@ -462,49 +495,76 @@ def _chunk(array, at, size: tl.constexpr, i, width: tl.constexpr):
     return tl.load(place, mask=column[None, :] < size, other=0.0)
 
 
-# States. The array of the state before the first token has no padding; saved states have.
+# States. The first and the last one, `(B, V, F, D)`, have no padding; saved states have.
 
 
 @triton.jit
 def _state_pointers(plan: tl.constexpr, array, b, v, n, f, d):
-    row = f * plan.tile_f + tl.arange(0, plan.tile_f)
-    column = d * plan.tile_d + tl.arange(0, plan.tile_d)
+    row, column = _of_tile(plan, f, d)
     return _of_states(plan, array, b, v, n) + row[:, None] * plan.whole_d + column[None, :]
 
 
 @triton.jit
-def _store_slice(plan: tl.constexpr, array, b, v, n, d, state):
-    row = tl.arange(0, plan.all_f)
-    column = d * plan.narrow + tl.arange(0, plan.narrow)
+def _save_slice(plan: tl.constexpr, array, b, v, n, d, state):
+    row, column = _of_slice(plan, d)
     place = _of_states(plan, array, b, v, n) + row[:, None] * plan.whole_d + column[None, :]
-    tl.store(place, state, mask=(row < plan.whole_f)[:, None])
+    tl.store(place, state.to(array.dtype.element_ty), mask=(row < plan.whole_f)[:, None])
+
+
+@triton.jit
+def _save(pointers, state):
+    tl.store(pointers, state.to(pointers.dtype.element_ty))
 
 
 @triton.jit
 def _of_states(plan: tl.constexpr, array, b, v, n):
-    at = (b * plan.value_heads + v).to(tl.int64) * (plan.blocks + 1) + n
+    at = (b * plan.value_heads + v).to(tl.int64) * plan.blocks + n
     return array + at * (plan.whole_f * plan.whole_d)
 
 
 @triton.jit
-def _load_initial(plan: tl.constexpr, array, b, v, f, d):
-    row = f * plan.tile_f + tl.arange(0, plan.tile_f)
-    column = d * plan.tile_d + tl.arange(0, plan.tile_d)
-    return _of_initial(plan, array, b, v, row, column)
+def _load_tile(plan: tl.constexpr, array, b, v, f, d):
+    row, column = _of_tile(plan, f, d)
+    place, there = _of_whole(plan, array, b, v, row, column)
+    return tl.load(place, mask=there, other=0.0)
+
+
+@triton.jit
+def _store_tile(plan: tl.constexpr, array, b, v, f, d, state):
+    row, column = _of_tile(plan, f, d)
+    place, there = _of_whole(plan, array, b, v, row, column)
+    tl.store(place, state, mask=there)
 
 
 @triton.jit
 def _load_slice(plan: tl.constexpr, array, b, v, d):
-    row = tl.arange(0, plan.all_f)
-    column = d * plan.narrow + tl.arange(0, plan.narrow)
-    return _of_initial(plan, array, b, v, row, column)
+    row, column = _of_slice(plan, d)
+    place, there = _of_whole(plan, array, b, v, row, column)
+    return tl.load(place, mask=there, other=0.0)
 
 
 @triton.jit
-def _of_initial(plan: tl.constexpr, array, b, v, row, column):
+def _store_slice(plan: tl.constexpr, array, b, v, d, state):
+    row, column = _of_slice(plan, d)
+    place, there = _of_whole(plan, array, b, v, row, column)
+    tl.store(place, state, mask=there)
+
+
+@triton.jit
+def _of_tile(plan: tl.constexpr, f, d):
+    return f * plan.tile_f + tl.arange(0, plan.tile_f), d * plan.tile_d + tl.arange(0, plan.tile_d)
+
+
+@triton.jit
+def _of_slice(plan: tl.constexpr, d):
+    return tl.arange(0, plan.all_f), d * plan.narrow + tl.arange(0, plan.narrow)
+
+
+@triton.jit
+def _of_whole(plan: tl.constexpr, array, b, v, row, column):
     first = array + (b * plan.value_heads + v).to(tl.int64) * (plan.features * plan.values)
     there = (row < plan.features)[:, None] & (column < plan.values)[None, :]
-    return tl.load(first + row[:, None] * plan.values + column[None, :], mask=there, other=0.0)
+    return first + row[:, None] * plan.values + column[None, :], there
 
 
 @triton.jit

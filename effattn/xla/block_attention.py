@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from effattn import dispatch
 from effattn.arrays import dtypes, mesh_axes
-from effattn.interfaces.block_attention import Config, Inputs
+from effattn.interfaces.block_attention import Attended, Config, Inputs, output_dtype
 from effattn.xla.block_scores import ScoredTiles
 from effattn.xla.block_tiles import tile_of
 
@@ -47,13 +47,9 @@ def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]
     return found
 
 
-def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Forward pass: output in `dtype`, log-sum-exp L, and `lse_error`, the rounding error of L.
-
-    `lse_error` is the exact log-sum-exp minus the rounded L, `(*B, T, N)`. Rows without keys have
-    a zero output and L = -inf.
-    """
-    tiles = ScoredTiles(config, x)
+def forward(config: Config, x: Inputs, exact: bool) -> Attended:
+    """Forward pass: the output, with what rounding takes from it if `exact`, and log-sum-exp."""
+    tiles, dtype = ScoredTiles(config, x), output_dtype(x, exact)
     rows, size = tiles.row_shape, x.value.shape[-1]
 
     def query_tile(n, outputs):
@@ -101,7 +97,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
 
     out = tiles.full((*x.query.shape[:-1], size), 0, dtype)
     of_rows = tiles.full(x.query.shape[:-1], 0)
-    return tiles.walk.over_queries(query_tile, (out, of_rows, of_rows))
+    return Attended.of(x, *tiles.walk.over_queries(query_tile, (out, of_rows, of_rows)))
 
 
 def backward(

@@ -43,12 +43,9 @@ def check_training(config: Any) -> None:
     require(good, config, "layers", "must be at least 2 with --first-layer")
     good = config.width % config.heads == 0
     require(good, config, "width", f"must be a multiple of --heads {config.heads}")
-    require(
-        config.width // config.heads % 2 == 0,
-        config,
-        "heads",
-        f"must divide --width {config.width} into even head sizes, for rotary positions",
-    )
+    good = config.positions not in (None, "rotary") or config.width // config.heads % 2 == 0
+    text = f"must divide --width {config.width} into even head sizes, for rotary positions"
+    require(good, config, "heads", text)
     if config.key_heads is not None:
         good = config.heads % config.key_heads == 0
         require(good, config, "key_heads", f"must divide --heads {config.heads}")

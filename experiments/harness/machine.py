@@ -1,27 +1,44 @@
 """Machine that an experiment runs on."""
 
+import functools
 import gc
 import os
 import pathlib
 import platform
+import subprocess
 
 _MAPPINGS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 30_000
 
 
 def environment() -> dict[str, str]:
-    """Returns machine and versions, for the report."""
+    """Returns machine and versions, for the report; with the commit in a clone of effattn."""
     import jax
 
     import effattn
 
     return {
         "effattn": effattn.__version__,
+        **({"commit": commit} if (commit := _commit()) else {}),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "cores": str(cores()),
         "python": platform.python_version(),
         "system": platform.platform(),
     }
+
+
+@functools.cache
+def _commit() -> str:
+    """Returns the commit of the clone that has this file, with a + if files changed; or ""."""
+    folder = pathlib.Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return ""
+    try:
+        asked = "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"
+        found = subprocess.run(["git", *asked], cwd=folder, capture_output=True, text=True)
+    except OSError:  # no git
+        return ""
+    return found.stdout.strip()
 
 
 def cores() -> int | None:

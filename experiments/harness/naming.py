@@ -15,12 +15,14 @@ def options_of(text: str) -> tuple[str, dict[str, Any]]:
     """Returns the name and the options of NAME,OPTION=VALUE,...; values are Python literals.
 
     Raises:
-      ValueError: an option is given twice, or its value is no literal.
+      ValueError: an option has no name or is given twice, or its value is no literal.
     """
     name, *given = _parts(text)
     options: dict[str, Any] = {}
     for option in given:
         key, _, value = option.partition("=")
+        if not key:
+            raise ValueError(f"{text!r} has an option without a name; write NAME,OPTION=VALUE")
         if key in options:
             raise ValueError(f"{text!r} gives {key} twice; give it once")
         # All errors that the documentation of `literal_eval` names.

@@ -185,6 +185,8 @@ def command_of(experiment: str, options: Any, default: Any) -> str:
             chooses or value != getattr(default, field.name)
         ):
             continue
+        if field.name == "learning_rate" and options.sweep:  # a sweep replaces it
+            continue
         if isinstance(value, bool):
             parts.append(f"--{name}" if value else f"--no-{name}")
         else:

@@ -143,8 +143,9 @@ def relative_table(summary: Mapping[str, Any]) -> str | None:
         return None
     made_by: dict[str, list[Any]] = {}
     for run in summary["runs"]:
-        where = run.get("environment", summary.get("environment"))
-        made_by.setdefault(run["mechanism"], []).append(where)
+        where = run.get("environment", summary.get("environment")) or {}
+        machine = {key: value for key, value in where.items() if key != "commit"}
+        made_by.setdefault(run["mechanism"], []).append(machine)
 
     def speed(name: str, row: Mapping[str, Any]) -> str:
         if any(one not in made_by[REFERENCE] for one in made_by[name]):

@@ -52,13 +52,19 @@ class Result:
     def _config(self) -> Mapping[str, Any]:
         return self.summary.get("config") or {}
 
+    def check_form(self) -> None:
+        """Raises `UserError` if the file has a form that the page does not read."""
+        version, reason = self.summary.get("schema"), None
+        if self.kind is None:
+            reason = "was written by an older version of its command, or by an unknown command"
+        elif self.kind == COMPARISON and version != SCHEMA:
+            reason = f"has version {version} of the results, and this page reads version {SCHEMA}"
+        if reason:
+            remedy = f"delete {self.folder}, and make that table again"
+            raise UserError(f"{self.folder / 'summary.json'} {reason}; {remedy}")
+
     def reason_against(self) -> str:
         """Returns the reason why the page leaves the result out, or ""."""
-        if self.kind is None:
-            return "written by an older version of its command, or by an unknown command"
-        version = self.summary.get("schema")
-        if self.kind == COMPARISON and version != SCHEMA:
-            return f"has version {version} of the results, and this page reads version {SCHEMA}"
         made = {
             "command": self.summary.get("command"),
             "configuration": self._config,
@@ -69,23 +75,29 @@ class Result:
 
     def made(self, link: str) -> str:
         """Returns a sentence on the command, versions and files; `link` leads to all results."""
-        versions = " and ".join(
-            f"{name} {self.environment[name]}"
-            for name in ("effattn", "jax")
-            if name in self.environment
-        )
+        runs = self.summary.get("runs", ())
+        places = [self.environment, *(run.get("environment", self.environment) for run in runs)]
+        found = list(dict.fromkeys(map(_place, places)))
         files = [("all numbers and the configuration", "summary.md")]
         files += [(path.stem, path.name) for path in sorted(self.folder.glob("*.png"))]
         links = ", ".join(f"[{text}]({link}/{self.name}/{name})" for text, name in files)
-        device = self.environment.get("device", "an unknown device")
-        return f"Made by `{self.summary['command']}` with {versions} on {device}: {links}."
+        others = f" (some runs: {'; '.join(found[1:])})" if found[1:] else ""
+        return f"Made by `{self.summary['command']}` with {found[0]}{others}: {links}."
+
+
+def _place(environment: Mapping[str, str]) -> str:
+    """Versions and device in words."""
+    names = [name for name in ("effattn", "jax") if name in environment]
+    versions = " and ".join(f"{name} {environment[name]}" for name in names)
+    device = environment.get("device", "an unknown device")
+    return f"{versions or 'unknown versions'} on {device}"
 
 
 def gather(folder: Path) -> tuple[list[Result], dict[str, str]]:
     """Returns the results for the page by name, and the reasons against others by name.
 
     Raises:
-      UserError: the folder does not exist, or a file is damaged.
+      UserError: the folder does not exist, or a file is damaged or has another form.
     """
     if not folder.is_dir():
         raise UserError(f"--results must be a folder with results, got {folder}")
@@ -97,6 +109,7 @@ def gather(folder: Path) -> tuple[list[Result], dict[str, str]]:
             left_out[inner.name] = "unfinished: summary.json or summary.md is missing"
             continue
         result = Result(inner, read_json(path, (), f"delete {inner}, and make that table again"))
+        result.check_form()
         if reason := result.reason_against():
             left_out[inner.name] = reason
         else:

@@ -27,6 +27,7 @@ class Arithmetic(FinalAnswer):
     Lengths are even, because they count the equals sign; odd lengths are rounded down.
     """
 
+    title = "Arithmetic modulo 5"
     reference: ClassVar[str] = (
         "Deletang et al. 2023, Neural Networks and the Chomsky Hierarchy; lengths of Grazzi et al. "
         "2025, Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues; their "
@@ -72,6 +73,8 @@ class BracketArithmetic(Arithmetic):
     An expression of fewer than five tokens is one of d, -d, (d) and (-d), with a random digit d. A
     longer expression is (x+y) or (x-y), where the length of x is drawn uniformly.
     """
+
+    title = "Arithmetic modulo 5 with brackets"
 
     def _examples(self, rng: np.random.Generator, lengths: np.ndarray, longest: int) -> Batch:
         inputs = np.empty((len(lengths), longest), int)

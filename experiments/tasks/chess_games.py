@@ -9,7 +9,7 @@ import chess
 import numpy as np
 
 from experiments.tasks.task import NOTHING, Batch, Task, generator, require
-from experiments.tasks.tracking import StateTracking
+from experiments.tasks.tracking import StateTracking, padded
 
 # Tokens are the 64 squares, a1, b1, ..., h8; a token for each piece that pawns become; and padding.
 PROMOTIONS = {piece: 62 + piece for piece in (chess.KNIGHT, chess.BISHOP, chess.ROOK, chess.QUEEN)}
@@ -36,6 +36,7 @@ class ChessGames(StateTracking):
       games: number of different training games; no held-out game is one of them.
     """
 
+    title = "Chess pieces after random moves"
     reference: ClassVar[str] = (
         "Merrill et al. 2024, The Illusion of State in State-Space Models, whose notation this is; "
         "Toshniwal et al. 2022, Chess as a Testbed for Language Model State Tracking; the games "
@@ -53,11 +54,15 @@ class ChessGames(StateTracking):
         require(1 <= self.games <= 2**31, f"games must be 1 to {2**31}, got {self.games}")
 
     def training(self, size: int, seed: int, step: int) -> Batch:
-        return _batch(generator(seed, step).integers(self.games, size=size), self.trained_length)
+        rng = generator(seed, step)
+        games = _batch(rng.integers(self.games, size=size), self.trained_length)
+        lengths = rng.integers(self.trained[0], self.trained[1] + 1, size)
+        return padded(games.inputs[0], games.targets, lengths, PADDING)
 
     def _examples(self, rng: np.random.Generator, lengths: np.ndarray, longest: int) -> Batch:
         # Games of training have smaller numbers.
-        return _batch(rng.integers(2**31, 2**62, size=len(lengths)), longest)
+        games = _batch(rng.integers(2**31, 2**62, size=len(lengths)), longest)
+        return padded(games.inputs[0], games.targets, lengths, PADDING)
 
 
 def _batch(numbers: np.ndarray, length: int) -> Batch:

@@ -219,7 +219,11 @@ class Files(Documents):
 
     def documents(self, under: str = "") -> Iterable[Document]:
         for label, name in enumerate(self._classes):
-            for file in sorted((self._root / under / name).glob("*.txt")):
+            folder = self._root / under / name
+            files = sorted(folder.glob("*.txt"))
+            if not files:
+                raise UserError(f"{folder} must have the text files of a class, *.txt; it has none")
+            for file in files:
                 yield Document(file.read_bytes(), label, str(file))
 
     def load(self) -> Mapping[str, Examples]:

@@ -20,6 +20,7 @@ NESTED = 0.25
 # Expressions that are drawn together, and draws in a row without a new expression, which are enough
 # to give up.
 DRAWN, DRAWS = 1024, 100
+MOST_BYTES = 8 * 10**9  # of all expressions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,11 @@ class ListOps(Generated):
 
     def load(self) -> Mapping[str, Examples]:
         rng, wanted, in_vain = generator(0), sum(self.counts.values()), 0
+        if wanted * self.length > MOST_BYTES:
+            raise UserError(
+                f"this task needs {wanted:,} expressions of {self.length:,} bytes, more than "
+                f"{MOST_BYTES // 10**9} GB of memory; choose a smaller train and held"
+            )
         found: dict[bytes, int] = {}
         while len(found) < wanted:
             before = len(found)

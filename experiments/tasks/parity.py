@@ -23,6 +23,7 @@ class Parity(FinalAnswer):
         intermediate  1  1  0  1  1
     """
 
+    title = "Parity"
     reference: ClassVar[str] = (
         "Grazzi et al. 2025, Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues; "
         "their lengths count the answer as one more token; ours do not"

@@ -35,7 +35,10 @@ def test_a_page_has_formula_options_and_support(name):
     text = pages.page(name)
     for title in ("Facts", "Description", "Formula as code", "Capabilities", "Implementations"):
         assert f"\n{title}" in text
-    assert "def naive(" in text and "Measured quality\n  no measured quality yet" in text
+    assert (
+        "def naive(" in text
+        and "Measured quality\n  none yet: results in fewer than three tasks" in text
+    )
 
 
 def test_a_page_documents_own_and_shared_options():

@@ -48,7 +48,7 @@ def test_the_report_fits_80_columns_and_says_why(long):
     for part in (
         "rank",
         "mechanism",
-        "no measured quality yet",
+        "no quality yet: results in fewer than three tasks",
         "\n  Costs and quality:\n  - ",
         "\n  Drawbacks:\n  - ",
         long.code[:20],
@@ -213,8 +213,15 @@ BAD = [
     ({"device": "gpus"}, "device must be None or one of cpu, gpu, tpu, got 'gpus'"),
     ({"device": "tpu", "measure": True}, "measure=True needs device='cpu', this device, got 'tpu'"),
     ({"heads": 0}, "heads must be"),
+    ({"head_dim": 7}, "head_dim must be even, as layers rotate pairs of features, got 7"),
     ({"sample": np.ones((1, 8, 1, 8))}, "sample must be .query, key, value.*; got ndarray"),
     ({"sample": (np.ones(3), 1, 2)}, r"sample must be .*; got \(\(3,\), int, int\)"),
+    ({"sample": 3 * [np.ones((1, 8, 1, 8), int)]}, "query of sample must have floating-point"),
+    ({"sample": 3 * [np.full((1, 1, 1), "a")]}, "floating-point numbers, got <U1"),
+    (
+        {"sample": [np.ones((1, 8, 1, n), "f") for n in (8, 4, 4)]},
+        "query and key must have the same head size, got 8 .* and 4",
+    ),
     ({"sample": (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), np.ones((1, 2)))}, "without such layers"),
     ({"mechanisms": ["linformer"]}, "no mechanism fits the case .*linformer: lacks 'causal'"),
 ]

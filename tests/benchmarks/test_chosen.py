@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from benchmarks import chosen
+from tests.marks import slow
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +15,7 @@ def short(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("flags", [[], ["--backward"]])
+@pytest.mark.parametrize("flags", [[], slow(["--backward"])])
 def test_it_writes_a_row_for_each_mechanism(flags, tmp_path):
     options = ["--length", "80", "--rounds", "1", "--share", "64", "--output", str(tmp_path)]
     assert chosen.main([*options, *flags]) == 0

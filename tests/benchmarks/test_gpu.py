@@ -374,6 +374,7 @@ def test_the_gradient_of_unchecked_heads_is_zero():
     assert np.argwhere(kept[..., 0]).tolist() == [[0, 1, 0], [0, 4, 0]]
 
 
+@pytest.mark.slow
 def test_partitioned_calls_are_timed_beside_direct_ones(tmp_path, capsys):
     """On a CPU, with tiny arrays."""
     assert partitioned.main(["--quick", "--rounds", "1", "--output", str(tmp_path)]) == 0

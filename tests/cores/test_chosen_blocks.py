@@ -13,6 +13,7 @@ from effattn.decode.moba import MobaDecoder
 from effattn.functional import moba
 from effattn.llvm import runtime
 from effattn.testing.functions import assert_close
+from tests.marks import slow_but_for
 
 LENGTH, TILE = 45, 16
 
@@ -57,7 +58,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but_for(["native_sparse"], CASES))
 def test_several_tiles_agree_with_the_naive_form(name, monkeypatch):
     """Outputs and gradients; indexed attention gathers keys for tiles of 3 queries."""
     for module in (chosen_keys, moba, native_sparse):

@@ -43,6 +43,16 @@ def test_what_is_no_mechanism_is_one_sentence(given, sentence):
         bare.main(given)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", "-1"), ("batch", "0"), ("steps", "-1"), ("rate", "nan")]
+)
+def test_impossible_numbers_are_one_sentence(name, value, capsys):
+    with pytest.raises(SystemExit) as end:
+        bare.main(["lstm", f"--{name}", value])
+    assert end.value.code == 2
+    assert f"--{name} must be at least" in capsys.readouterr().err
+
+
 def test_one_step_and_long_examples_in_smaller_batches(monkeypatch, capsys):
     sizes, score = [], bare.score
 

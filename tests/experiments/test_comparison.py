@@ -106,9 +106,12 @@ def test_calls_go_on_beside_each_other_and_keep_their_order():
 @pytest.mark.parametrize("error", [Diverged("run", 3, "try less"), KeyboardInterrupt()])
 def test_an_error_stops_the_calls_beside_it_and_those_not_begun(error):
     stopping, begun = threading.Event(), []
+    both_begun = threading.Barrier(2, timeout=60)
 
     def function(each):
         begun.append(each)
+        if each < 2:
+            both_begun.wait()
         if each == 1:
             raise error
         assert stopping.wait(timeout=60)
@@ -138,16 +141,43 @@ def test_calls_are_in_other_threads_which_signals_do_not_reach():
     assert here not in side_by_side.call(lambda _: threading.get_ident(), range(2), 1, print)
 
 
-def test_a_call_that_cannot_end_in_order_is_heard_of_after_ctrl_c():
-    stopping = threading.Event()
+def test_a_signal_while_a_thread_starts_leaves_no_call_behind(monkeypatch):
+    """The pool does not know of such a thread, and so does not wait for it."""
+    start, begun, ended, stopping = threading.Thread.start, [], [], threading.Event()
+    threads = []
+
+    def interrupted(thread):
+        start(thread)
+        threads.append(thread)
+        raise KeyboardInterrupt
 
     def function(each):
+        begun.append(each)
+        assert stopping.wait(timeout=60)
+        ended.append(each)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            side_by_side.call(function, range(2), 1, stopping.set)
+    assert begun == ended
+    for thread in threads:
+        thread.join(timeout=60)
+    assert begun == ended == []
+
+
+@pytest.mark.parametrize("error", [UserError("the disk is full"), TypeError("the disk is full")])
+def test_a_call_that_cannot_end_in_order_is_heard_of_after_ctrl_c(error):
+    stopping, all_begun = threading.Event(), threading.Barrier(3, timeout=60)
+
+    def function(each):
+        all_begun.wait()
         if each == 0:
             raise KeyboardInterrupt
         assert stopping.wait(timeout=60)
-        raise UserError("the disk is full") if each == 2 else Stopped
+        raise error if each == 2 else Stopped
 
-    with pytest.raises(UserError, match="the disk is full"):
+    with pytest.raises(type(error), match="the disk is full"):
         side_by_side.call(function, range(3), 3, stopping.set)
 
 

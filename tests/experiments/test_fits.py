@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.harness import fits
+from tests.marks import slow_but_for
 
 KNOWN = {
     "chinchilla": (np.log(1.2), 4.0, 0.4, 5.0, 0.35),
@@ -39,7 +40,7 @@ def exponents(name):
     return {exponent: values[exponent] for exponent in ("alpha", "beta")}
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", slow_but_for(["kaplan"], KNOWN))
 def test_intervals_are_as_wide_as_the_errors_of_the_fits(name):
     """Most hold the true exponent; resampled points give intervals that are a little too narrow."""
     held = []

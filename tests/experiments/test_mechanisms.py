@@ -162,6 +162,7 @@ def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, me
         ("softmax*99999999999", "names 99999999999 layers, but --layers is 3"),
         ("softmax,name='linear'", "'softmax' has no option name; its options are"),
         ("bigbird,block_size=8,block_size=16", "gives block_size twice; give it once"),
+        ("softmax,", "'softmax,' has an option without a name; write NAME,OPTION=VALUE"),
         ("bigbird,block_size={[]:1}", "must be a number, a word in quotes or a pair"),
         ("softmax+linear+softmax", "number of mechanisms in .* must divide --heads 4, got 3"),
     ],

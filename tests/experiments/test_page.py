@@ -13,6 +13,7 @@ import effattn
 import effattn.advice.quality
 from effattn import registry
 from experiments import lra, recall, report, states
+from experiments.harness.errors import UserError
 from experiments.harness.report import SCHEMA
 from experiments.harness.statistics import Mean, front, mean
 from experiments.page import comparisons, figures, published, results, scores
@@ -143,8 +144,6 @@ def write(folder, name, content):
 def folder(tmp_path):
     folder = tmp_path / "results"
     write(folder, "toys", summary())
-    write(folder, "old", summary(schema=1))
-    write(folder, "older", {k: v for k, v in summary().items() if k not in ("schema", "columns")})
     write(folder, "unmade", {k: v for k, v in summary().items() if k != "command"})
     write(folder, "half", summary())
     (folder / "half" / "summary.md").unlink()
@@ -198,10 +197,47 @@ def test_only_results_that_say_how_they_were_made_are_shown(folder, table):
     _, left_out = results.gather(folder)
     assert left_out == {
         "half": "unfinished: summary.json or summary.md is missing",
-        "old": f"has version 1 of the results, and this page reads version {SCHEMA}",
-        "older": "written by an older version of its command, or by an unknown command",
         "unmade": "does not say its command",
     }
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (
+            summary(schema=1),
+            f"has version 1 of the results, and this page reads version {SCHEMA}; delete",
+        ),
+        (
+            {k: v for k, v in summary().items() if k not in ("schema", "columns")},
+            "was written by an older version of its command, or by an unknown command; delete",
+        ),
+    ],
+    ids=["version", "form"],
+)
+def test_results_of_another_form_end_the_command(content, reason, folder, tmp_path):
+    write(folder, "old", content)
+    with pytest.raises(UserError, match=f"old/summary.json {reason}"):
+        report.write(report.Config(folder, *(tmp_path / name for name in "abc")))
+    assert not any((tmp_path / name).exists() for name in "abc")
+
+
+def test_a_folder_without_results_changes_nothing(folder, tmp_path):
+    quality = tmp_path / "quality.json"
+    quality.write_text("{}")
+    shutil.rmtree(folder / "toys")
+    with pytest.raises(UserError, match="got .* with half: unfinished: .*; unmade: does not say"):
+        report.write(report.Config(folder, tmp_path / "a", tmp_path / "b", quality))
+    assert quality.exists() and not (tmp_path / "a").exists()
+
+
+def test_runs_of_several_machines_are_named(folder):
+    runs = summary()["runs"]
+    runs[0] = {**runs[0], "environment": {"jax": "0.9", "device": "a GPU"}}
+    write(folder, "mixed", summary(runs=runs))
+    found, _ = results.gather(folder)
+    text = found[0].made("results")
+    assert "with effattn 0.1 and jax 0.0 on toy (some runs: jax 0.9 on a GPU):" in text
 
 
 def test_a_front_has_what_nothing_else_beats(table):
@@ -268,7 +304,7 @@ def test_the_page_shows_results_and_the_adviser_reads_the_scores(few, folder, tm
     assert "toys: accuracy (%)" in text and "(s)" not in text
     assert "`python -m experiments.toys --title '{}'` with effattn 0.1 and jax 0.0" in text
     assert "(../results/toys/summary.md)" in text and "(images/report-toys.png)" in text
-    assert "- old: has version 1" in text
+    assert "- unmade: does not say its command" in text
     assert (tmp_path / "docs" / "images" / "report-toys.png").stat().st_size > 10_000
     # One task says little about others.
     quality = tmp_path / "quality.json"

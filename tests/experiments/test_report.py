@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import pytest
 
@@ -176,6 +177,8 @@ def test_the_report_is_written_and_read_back(tmp_path):
     assert summary["config"] == SETTINGS
     assert summary["runs"] == RUNS
     assert summary["environment"]["device"]
+    # In a clone that git may read, the version has its commit.
+    assert re.fullmatch(r"([0-9a-f]{12}\+?)?", summary["environment"].get("commit", ""))
     assert report.earlier_runs(tmp_path) == sweep + RUNS
     markdown = (tmp_path / "summary.md").read_text()
     table, read = report.table(summary), report.read_report(tmp_path)

@@ -101,6 +101,19 @@ def test_blocks_given_may_repeat_what_is_there_and_be_traced():
     assert_close(known, expected[0], 1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_a_table_of_narrow_integers_gives_the_same_blocks(dtype):
+    table = np.random.default_rng(0).integers(0, 100, (150, 2))
+    arrays = draw(300, 300, dtype=np.float32)
+
+    def run(arrays, table):
+        return bigbird_attention(**arrays, block_size=2, random_blocks=table)
+
+    expected = run(arrays, table)
+    for call in (run, jax.jit(run)):
+        np.testing.assert_allclose(call(arrays, table.astype(dtype)), expected, atol=1e-6)
+
+
 def test_a_table_for_longer_sequences_serves_shorter_ones():
     table = np.array([[4, 1], [0, 3], [1, -1], [2, 0], [1, 0]])
     arrays = draw(3 * SIZE, 3 * SIZE)

@@ -36,6 +36,24 @@ def test_a_nearly_closed_gate_is_the_border_of_a_document():
     np.testing.assert_allclose(out[:, 10:], alone, rtol=1e-4, atol=1e-5)
 
 
+def test_the_gates_of_documents_before_do_not_round_those_of_the_last():
+    rng = np.random.default_rng(0)
+    query, key, value = rng.normal(size=(3, 2048, 1, 16)).astype(np.float32)
+    gates = -10 * rng.uniform(0, 1, (2048, 1)).astype(np.float32)
+    arrays = query, key, value
+    out, lse = forgetting_attention(
+        *arrays,
+        log_forget=gates,
+        segment_ids=1 + np.arange(2048) // 16,
+        return_residual=True,
+    )
+    alone = forgetting_attention(
+        *(x[-16:] for x in arrays), log_forget=gates[-16:], return_residual=True
+    )
+    np.testing.assert_allclose(out[-16:], alone[0], atol=2e-5)
+    np.testing.assert_allclose(lse[-16:], alone[1], atol=2e-5)
+
+
 def test_the_log_sum_exp_has_the_gates_of_the_query():
     """For queries that stand later in the keys, also past the last one."""
     query, key, value, gates = draw()

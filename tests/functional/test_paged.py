@@ -169,6 +169,19 @@ def test_arguments_that_a_trace_closes_over_are_known():
     np.testing.assert_allclose(traced, effattn.paged_attention(*paged, **given), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
+def test_a_table_of_narrow_integers_names_the_same_pages(dtype):
+    paged, given, _ = draw([13, 6], dtype=np.float32)
+    (query, *pools), table = paged, np.maximum(given["block_table"], 0)
+    # More pages than the integers can count.
+    pools = [np.concatenate([x, np.zeros((70_000, *x.shape[1:]), x.dtype)]) for x in pools]
+    expected = effattn.paged_attention(query, *pools, **{**given, "block_table": table})
+    for pack in (np.asarray, jnp.asarray):
+        narrow = {**given, "block_table": pack(table, dtype)}
+        out = jax.jit(effattn.paged_attention)(query, *pools, **narrow)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
 def test_wrong_pages_are_named():
     (query, keys, values), given, _ = draw([13, 6], dtype=np.float32)
     for pages, message in (

@@ -209,3 +209,20 @@ def test_a_dilation_for_each_head(x64):
 def test_dilations_that_do_not_fit_the_heads(dilation, message):
     with pytest.raises(ValueError, match=message):
         sliding_window_attention(**draw(dtype=np.float32), local_window_size=2, dilation=dilation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "llvm", "naive"])
+@pytest.mark.parametrize("offset", [2**29, -(2**29)])
+def test_the_widest_window_at_the_furthest_offset_has_no_end(implementation, offset):
+    query = np.random.default_rng(0).normal(size=(1, 32, 1, 4)).astype(np.float32)
+    for window in (2**30, 2**40):
+        out = dot_product_attention(
+            query,
+            query,
+            query,
+            query_offset=offset,
+            local_window_size=(window, window),
+            implementation=implementation,
+        )
+        expected = dot_product_attention(query, query, query)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)

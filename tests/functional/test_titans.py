@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from effattn import delta_rule_attention, titans_memory
+from effattn.nn import TitansMemory
 
 B, T, N, K, H, SIZE = 2, 11, 4, 2, 4, 5
 run = jax.jit(functools.partial(titans_memory, mini_batch_size=4, return_state=True))
@@ -66,3 +68,31 @@ def test_outputs_and_states_agree_with_the_steps_of_the_paper():
 def test_bad_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         titans_memory(**{**draw(), **change})
+
+
+@pytest.mark.parametrize("momentum", [0, 0.3, 0.5, 0.7, 0.9, 0.99])
+def test_on_equal_keys_the_memory_stays_bounded_up_to_the_rate_that_is_named(momentum):
+    length, batch = 4096, 16
+    tokens = np.ones((length, 1, 1), np.float32)
+    gates = np.ones((length, 1), np.float32)
+    rate = 1.99 * (1 - momentum) / batch
+    out = titans_memory(
+        tokens,
+        tokens,
+        tokens,
+        rate=rate * gates,
+        momentum=momentum * gates,
+        log_decay=0 * gates,
+        mini_batch_size=batch,
+    )
+    assert abs(out).max() < 4
+
+
+def test_the_layer_stays_bounded_on_equal_tokens():
+    layer = TitansMemory(16, 2, rngs=nnx.Rngs(0))
+    for gate, bias in ((layer.momentum, 4.0), (layer.rate, 4.0), (layer.decay, 20.0)):
+        gate.bias[...] = jnp.full_like(gate.bias[...], bias)
+    x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (16,)), (1, 4096, 16))
+    y, state = jax.jit(lambda layer, x: layer.extend(x, layer.init_state(1, 4096)))(layer, x)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((y, state)))
+    assert max(abs(leaf).max() for leaf in jax.tree.leaves(state.state) if leaf.ndim > 2) < 100

@@ -23,7 +23,7 @@ from tests.marks import slow, slow_but_for
 ROWS, LENGTH = SQUARE.batch[0], SQUARE.keys
 NAMES = ("softmax", "linear", "routing")
 QUICK = [s for s in MECHANISMS if s.name in NAMES]
-QUICK_MIXERS = [s for s in FIRST_MIXERS if s.name in ("lsh", "aft_local", "recurrent_memory")]
+QUICK_MIXERS = [s for s in FIRST_MIXERS if s.name in ("aft_local", "recurrent_memory")]
 
 
 def lengths_of(length):

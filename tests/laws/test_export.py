@@ -24,6 +24,7 @@ REFUSED = "needs a length that is known when it is traced"
 OPEN = {
     *("softmax", "additive", "sigmoid", "squared_relu", "sliding_window", "longformer"),
     *("adaptive_span", "differential", "latent", "stick_breaking", "entmax", "talking_heads"),
+    "gated_attention",
     *("linear", "retention", "gated_linear", "mamba2", "rwkv6", "delta_net", "gated_delta_net"),
     *("delta_product", "kimi_delta", "gated_delta_net_2"),
     *("rwkv7", "mesa", "random_features", "based", "hedgehog", "hgrn2", "gated_slot", "lightning"),

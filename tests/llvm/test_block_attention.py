@@ -279,6 +279,45 @@ def test_hessians_are_those_of_xla():
     assert_close(ours, theirs, 1e-6)
 
 
+@pytest.mark.parametrize("transform", ["hessian times vector", "exported gradient"])
+def test_layouts_of_several_tiles_have_the_second_derivatives_and_programs_of_xla(transform):
+    query = draw(300, 300, batch=(), heads=1, key_heads=1, dtype=np.float32)["query"]
+
+    def loss(implementation):
+        call = functools.partial(effattn.bigbird_attention, block_size=16, seed=0)
+        return lambda x: jnp.sum(call(x, x, x, implementation=implementation) ** 2)
+
+    def run(name):
+        if transform == "exported gradient":
+            exported = jax.export.export(jax.jit(jax.grad(loss(name))))(query)
+            assert "effattn_block_attention_forward" not in exported.mlir_module()
+            return exported.call(query)
+        return jax.jvp(jax.grad(loss(name)), (query,), (query,))[1]
+
+    assert_close(run("llvm"), run("xla"), 1e-5)
+
+
+def test_the_gradient_of_a_bias_of_pairs_is_exact_where_logits_are_large():
+    arrays = draw(127, 200, heads=1, key_heads=1, size=64, dtype=np.float32)
+    arrays = {name: 30 * x if name in ("query", "key") else x for name, x in arrays.items()}
+    bias = np.random.default_rng(1).normal(size=(127, 200)).astype(np.float32)
+
+    def gradient(arrays, bias, implementation):
+        def loss(bias):
+            call = functools.partial(
+                effattn.dot_product_attention, is_causal=True, return_residual=True
+            )
+            out, lse = call(**arrays, bias=bias, implementation=implementation)
+            return jnp.sum(out**2) + jnp.sum(lse)
+
+        return jax.grad(loss)(bias)
+
+    with jax.enable_x64(True):
+        exact = gradient(as_float64(arrays), bias.astype(np.float64), "xla")
+    ours, theirs = (abs(gradient(arrays, bias, name) - exact).max() for name in ("llvm", "xla"))
+    assert ours <= 2 * theirs
+
+
 def kernels_of(function, *arguments):
     text = jax.jit(function).lower(*arguments).as_text()
     return "effattn_block_attention_forward" in text

@@ -165,6 +165,20 @@ def test_hessians_of_the_delta_rule_in_documents_are_those_of_xla():
     assert_close(ours, theirs, 1e-5)
 
 
+def test_hessians_with_more_value_heads_than_key_heads_are_those_of_xla():
+    rng = np.random.default_rng(0)
+    query, key = rng.normal(size=(2, 20, 1, 3)).astype(np.float32)
+    value = rng.normal(size=(20, 2, 3)).astype(np.float32)
+    step, rate = rng.random((20, 2)).astype(np.float32), -np.ones(2, np.float32)
+
+    def loss(query, implementation):
+        call = functools.partial(effattn.state_space_duality, step_size=step, rate=rate)
+        return jnp.sum(call(query, key, value, implementation=implementation) ** 2)
+
+    ours, theirs = (jax.hessian(loss)(query, name) for name in ("llvm", "xla"))
+    assert_close(ours, theirs, 1e-5)
+
+
 def test_its_memory_does_not_grow_with_length():
     """Apart from arguments and results, memory is that of one block of tokens."""
 

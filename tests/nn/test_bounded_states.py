@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from effattn import registry
 from effattn.nn import (
     BasedSelfAttention,
     DilatedConvolution,
@@ -113,3 +114,26 @@ def test_a_model_of_wide_windows_holds_what_it_is_asked_for():
     state = jax.eval_shape(lambda model: model.init_state(1, 128), model)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert size <= 2 * 2 * 128 * 64 * 4 + 100
+
+
+SPARSE = {"block_size": 4, "num_selected": 3, "window_size": 5, "compression_stride": 2}
+OTHERS = {
+    "moba": ({"block_size": 2, "top_k": 2}, {"block_size": 4, "top_k": 2}),
+    "learned_blocks": ({"block_size": 2, "top_k": 2}, {"block_size": 4, "top_k": 2}),
+    "native_sparse": (
+        {"compression_size": 2, **SPARSE},
+        {"compression_size": 4, **SPARSE},
+    ),
+    "rg_lru": ({"first_in_full": False}, {"first_in_full": True}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_state_of_a_layer_with_other_options_is_refused(name):
+    one, other = (
+        registry.get(name).build(16, 4, rngs=nnx.Rngs(0), **options) for options in OTHERS[name]
+    )
+    for mixer, given in ((one, other), (other, one)):
+        state = jax.eval_shape(lambda given=given: given.init_state(2, 16))
+        with pytest.raises(ValueError, match="state"):
+            jax.eval_shape(mixer.extend, floats(2, 3, 16), state)

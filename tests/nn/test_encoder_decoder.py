@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from effattn.nn import (
+    AdditiveCrossAttention,
     CrossAttention,
     EncoderDecoder,
     EncoderDecoderConfig,
@@ -86,7 +87,17 @@ def test_every_array_of_a_state_has_the_rows_first():
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("mixer", ["softmax", "retention"])
 def test_decoding_is_what_training_saw(mixer, parallel):
-    model = make(decoder={"mixer": mixer, "parallel": parallel})
+    check_decoding(make(decoder={"mixer": mixer, "parallel": parallel}))
+
+
+def test_the_classical_recurrent_translator():
+    model = make({"mixer": "bidirectional"}, {"mixer": "gru"}, cross_attention="additive")
+    assert isinstance(model.decoder.blocks[0].cross, AdditiveCrossAttention)
+    check_decoding(model)
+
+
+def check_decoding(model):
+    """Decoding in pieces gives what one call gives."""
     lengths = np.array([9, 4])
 
     @jax.jit

@@ -143,7 +143,7 @@ sixteen_bit_forms = pytest.mark.parametrize(
 )
 
 
-def in_both_widths(name, decay, form, normalized, dtype):
+def in_both_widths(name, decay, form, normalized, dtype, scale=0.3):
     """Results and gradients of a 16-bit call, and of the same numbers in float32.
 
     The queries have a scale. The outputs of both calls, and the cotangents, have 16 bits.
@@ -163,9 +163,23 @@ def in_both_widths(name, decay, form, normalized, dtype):
         def attend(parameters, terms, state):
             return linear_recurrence(config, parameters, state, terms[0], terms[1:], documents())
 
-        return _with_gradients(functools.partial(attend, (jnp.float32(0.3), bonus)), terms, state)
+        return _with_gradients(functools.partial(attend, (jnp.float32(scale), bonus)), terms, state)
 
     return run(narrow, state), run(wide, state)
+
+
+def of_bytes(gate):
+    """A recurrence of 4,096 tokens in bfloat16, its arrays, and the bytes of these and the output.
+
+    The decays have `gate` axes after the batch, as in `program`.
+    """
+    shape = (2, 4096, 8, 128)
+    arrays = dict.fromkeys(("query", "key", "value"), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    attend = effattn.retention
+    if gate is not None:
+        arrays["log_decay"] = jax.ShapeDtypeStruct(shape[: gate + 1], jnp.bfloat16)
+        attend = effattn.gated_linear_attention
+    return attend, arrays, sum(x.size * 2 for x in arrays.values()), 2 * arrays["value"].size
 
 
 def assert_alike(narrow, wide):

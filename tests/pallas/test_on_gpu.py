@@ -20,7 +20,12 @@ from effattn.testing.functions import as_float64, assert_close, to_numpy
 from effattn.triton import paged_attention as paged_jax_triton
 from tests.dense import cotangents, with_gradients
 from tests.functional.test_paged import draw as draw_pages
-from tests.pallas import block_cases, recurrence_cases, test_block_mosaic_gpu
+from tests.pallas import (
+    block_cases,
+    recurrence_cases,
+    test_block_mosaic_gpu,
+    test_recurrence_mosaic_gpu,
+)
 from tests.pallas.block_cases import Case, square
 from tests.xla.test_linear_recurrence import ALL
 
@@ -272,6 +277,31 @@ def test_recurrences_in_sixteen_bits(decay, form, dtype, kernel):
     for error, other, size in recurrence_cases.errors(to_numpy(ours), xla, expected):
         assert error <= 1.2 * other + 2**-11 * size
         assert error < 0.005 * size
+
+
+@pytest.mark.parametrize(
+    ("length", "decay", "heads", "sizes", "form"),
+    [
+        (1, "token", (1, 1, 1), (3, 5), "plain"),
+        (130, "token", (4, 2, 2), (5, 70), "plain"),
+        (64, "none", (2, 2, 4), (70, 40), "plain"),
+        (300, "head", (2, 2, 2), (128, 192), "bonus"),
+        (4000, "token", (1, 1, 1), (64, 64), "plain"),  # walked in pieces
+        (300, "token", (2, 2, 4), (128, 128), "delta"),
+        (300, "none", (2, 2, 2), (64, 70), "delta"),
+        (300, "feature", (4, 2, 2), (128, 128), "plain"),
+        (100, "feature", (2, 2, 2), (40, 70), "bonus"),
+        (300, "feature", (2, 2, 2), (64, 64), "delta"),
+    ],
+)
+def test_recurrences_of_mosaic_gpu_agree_with_one_token_at_a_time(
+    length, decay, heads, sizes, form
+):
+    args = recurrence_cases.draw(length, decay, heads, sizes, form=form)
+    args = test_recurrence_mosaic_gpu.narrow(*args)
+    run = functools.partial(compiled, names=("mosaic_gpu",))
+    ours = to_numpy(recurrence_cases.with_gradients(run, *args))
+    test_recurrence_mosaic_gpu.assert_near(ours, on_cpu(recurrence_cases.exact, *to_numpy(args)))
 
 
 # Pages

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 import effattn
 from effattn import dispatch
+from effattn.interfaces.paged_attention import Pages
 from effattn.pallas.triton import paged_attention as paged_triton
 from effattn.testing.functions import assert_close
 from tests.functional.test_paged import draw
@@ -162,6 +163,16 @@ def test_what_it_does_not_take_another_does(name, dtype, page_size, sizes, messa
         # A tuple of names is tried in order.
         either = functools.partial(effattn.paged_attention, **given, implementation=(name, "xla"))
         jax.jit(either).lower(*arrays)
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [(jnp.int8, True), (jnp.bfloat16, False)])
+def test_pools_of_which_offsets_would_overflow_are_refused(dtype, refused):
+    """Pallas takes 64-bit offsets beyond 2**32 bytes, and these pools have 2**31 numbers."""
+    shape = jax.ShapeDtypeStruct((2**17 + 8, 16, 8, 128), dtype)
+    scales = jax.ShapeDtypeStruct(shape.shape[:3], jnp.float32) if refused else None
+    query = jax.ShapeDtypeStruct((1, 1, 8, 128), jnp.bfloat16)
+    reason = paged_triton.refusal(query, Pages(shape, scales), Pages(shape, scales)) or ""
+    assert ("no pools of int8 with 2**31 to 2**32 numbers" in reason) == refused
 
 
 @pytest.mark.slow

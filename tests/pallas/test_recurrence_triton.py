@@ -4,7 +4,6 @@ Results are compared with one token at a time in float64, and with the XLA form.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from tests.pallas.recurrence_cases import (
     errors,
     exact,
     in_both_widths,
+    of_bytes,
     of_documents,
     one_document,
     program,
@@ -262,15 +262,9 @@ def test_bytes_of_a_forward_pass(gate):
 
     Half of them are states, which one kernel writes and the other reads.
     """
-    shape = (2, 4096, 8, 128)
-    arrays = dict.fromkeys(("query", "key", "value"), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-    attend = effattn.retention
-    if gate is not None:
-        arrays["log_decay"] = jax.ShapeDtypeStruct(shape[: gate + 1], jnp.bfloat16)
-        attend = effattn.gated_linear_attention
-    least = sum(x.size * 2 for x in arrays.values()) + math.prod(shape) * 2
+    attend, arrays, inputs, output = of_bytes(gate)
     moved = kernel_bytes(lambda arrays: attend(**arrays, implementation="triton"), arrays)
-    assert moved <= 4 * least
+    assert moved <= 4 * (inputs + output)
 
 
 @pytest.mark.slow

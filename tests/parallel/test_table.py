@@ -243,7 +243,13 @@ def test_the_other_calls_are_tested_beside():
     for call, names in tested.items():
         assert {name for name in CALLED if CALLED[name] == call} == names
     others = {n for n in CALLED if CALLED[n] == "exchange_heads"} - {*BY_HEADS}
-    mixers = {"convolution_attention", "latent", "mixture_of_mechanisms", "synthesizer_random"}
+    mixers = {
+        "convolution_attention",
+        "gated_attention",
+        "latent",
+        "mixture_of_mechanisms",
+        "synthesizer_random",
+    }
     assert others == mixers <= test_modules.HEADS.keys()
 
 

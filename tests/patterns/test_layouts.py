@@ -115,6 +115,22 @@ def test_selected_indices_are_full_tiles_in_order():
         assert layout.kept == 12 and not layout._mask("partial").any()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32"])
+def test_indices_of_narrow_integers_are_the_same_tiles(dtype):
+    """There are more key tiles than the integers of 8 bits can count."""
+    indices = np.array([[3, 0, 99], [1, 2, 7], [2, 0, 2]])
+    partial = np.array([[3], [2], [5]])
+
+    def make(indices, partial):
+        return BlockLayout.from_indices(indices, tile=(4, 1), lengths=(11, 320), partial=partial)
+
+    narrow = indices.astype(dtype), partial.astype(dtype)
+    for layout in (make(*narrow), jax.jit(make)(*narrow)):
+        for kind in ("partial", "full"):
+            expected = make(indices, partial).block_mask(kind)
+            np.testing.assert_array_equal(layout.block_mask(kind), expected)
+
+
 def test_indices_may_be_fewer_repeated_and_partial():
     indices = np.array([[0, -1, -1], [2, 1, 2], [-1, 3, 0]])
     partial = np.array([[[0], [2], [-1]], [[-1], [-1], [1]]])

@@ -43,13 +43,30 @@ def calls_of(function: Any, *arguments: Any) -> list[Any]:
         calls.append((*name, named, plan, texts, options))
         return [jnp.zeros(each.shape, each.dtype) for each in types]
 
+    _trace(record, function, *arguments)
+    return list({repr(call): call for call in calls}.values())
+
+
+def bytes_of_calls(function: Any, *arguments: Any) -> int:
+    """Bytes of all operands and results of the kernels that a program calls."""
+    moved = []
+
+    def record(kernel, plan, grid, operands, types, warps, stages):
+        moved.extend(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, types)))
+        return [jnp.zeros(each.shape, each.dtype) for each in types]
+
+    _trace(record, function, *arguments)
+    return sum(moved)
+
+
+def _trace(record, function, *arguments):
+    """Traces a program, with `record` in place of the calls of kernels."""
     jax.clear_caches()  # functions that are traced already would call no kernel
     with (
         mock.patch.object(launch, "_on_gpu", record),
         mock.patch.object(launch, "refusal", no_refusal),
     ):
         jax.eval_shape(function, *arguments)
-    return list({repr(call): call for call in calls}.values())
 
 
 def no_refusal() -> None:

@@ -16,7 +16,7 @@ from effattn.testing.functions import assert_close
 from tests.marks import slow
 from tests.pallas import recurrence_cases
 from tests.pallas.lowering import LEAST_SHARED
-from tests.triton.calls import compile_calls
+from tests.triton.calls import bytes_of_calls, compile_calls
 
 pytest.importorskip("triton")
 
@@ -66,8 +66,9 @@ def test_documents_and_masks(decay, form, normalized):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
 @pytest.mark.parametrize("decay", ["none", slow("token"), slow("feature")])
 def test_sixteen_bits(decay, dtype):
-    """As exact as the XLA form, and much more exact than one rounding of the results."""
-    terms, state = recurrence_cases.draw(70, decay, (2, 1, 1), (5, 6))
+    """As exact as the XLA form, but for states that are saved in bfloat16."""
+    heads = (2, 1, 1) if decay == "token" else (2, 2, 2)
+    terms, state = recurrence_cases.draw(70, decay, heads, (5, 6))
     terms = jax.tree.map(lambda x: jnp.asarray(x, dtype), terms)
     expected = recurrence_cases.exact(terms, state)
     ours, xla = (
@@ -75,14 +76,16 @@ def test_sixteen_bits(decay, dtype):
         for each, names in ((recurrence, ("jax_triton",)), (recurrence, ("xla",)))
     )
     for error, other, size in recurrence_cases.errors(ours, xla, expected):
-        assert error <= 1.1 * other + 1e-6 * size
+        assert error <= (1.1 if dtype == jnp.float16 else 1.5) * other + 1e-6 * size
         assert error < 0.005 * size
 
 
 @recurrence_cases.sixteen_bit_forms
 @pytest.mark.slow
 def test_sixteen_bit_inputs_are_read_as_they_are(decay, form, normalized):
-    both = recurrence_cases.in_both_widths("jax_triton", decay, form, normalized, jnp.bfloat16)
+    """The scale is a power of two, whose product with a rounded gradient is exact."""
+    given = "jax_triton", decay, form, normalized, jnp.float16
+    both = recurrence_cases.in_both_widths(*given, scale=0.25)
     recurrence_cases.assert_alike(*both)
 
 
@@ -116,6 +119,24 @@ def test_under_vmap_the_mapped_axis_becomes_part_of_the_batch(decay):
     with dispatch.interpreted():
         ours = run("jax_triton", lengths, *args)
     assert_close(ours, run("xla", lengths, *args), 1e-6)
+
+
+@pytest.mark.parametrize("gate", [slow(None), slow(2), 3])
+def test_bytes(gate):
+    """Kernels move at most four times the bytes of the arguments and results, with gradients too.
+
+    XLA only converts and sums gradients.
+    """
+    attend, arrays, inputs, output = recurrence_cases.of_bytes(gate)
+
+    def function(arrays):
+        return attend(**arrays, implementation="jax_triton")
+
+    def gradients(arrays):
+        return jax.vjp(function, arrays)[1](arrays["value"])
+
+    assert bytes_of_calls(function, arrays) <= 4 * (inputs + output)
+    assert bytes_of_calls(gradients, arrays) <= 4 * (2 * inputs + output)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from effattn import dot_product_attention, sliding_window_attention
 from effattn.arrays import dtypes
 from effattn.cores import block_attention as core
 from effattn.cores.block_attention import block_attention
-from effattn.interfaces.block_attention import Config, Inputs
+from effattn.interfaces.block_attention import Attended, Config, Inputs
 from effattn.patterns.layouts import BlockLayout
 from effattn.testing.functions import assert_close
 from effattn.xla import tiling, walks
@@ -227,6 +227,25 @@ def test_bfloat16_runs_at_every_size(batch, length):
     out, gradients = with_gradients(x, x, x)
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in gradients)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_rounding_takes_from_an_output_is_saved_beside_it(dtype):
+    rng = np.random.default_rng(3)
+    wide = jnp.asarray(rng.normal(size=(40, 2, 8)), jnp.float32)
+    arrays = 3 * [wide.astype(dtype)]
+
+    @jax.jit
+    def rounded(out):
+        return Attended.of(Inputs(*arrays), out, out[..., 0], out[..., 0])
+
+    found = rounded(wide)
+    assert found.out.dtype == found.lost.dtype == dtype
+    both = found.out.astype(jnp.float32) + found.lost
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(both, wide, rtol=eps**2, atol=1e-7)
+    _, pull_back = jax.vjp(dot_product_attention, *arrays)
+    assert {x.dtype for x in jax.tree.leaves(pull_back) if x.ndim > 2} == {jnp.dtype(dtype)}
 
 
 def test_without_jit_it_is_the_same():

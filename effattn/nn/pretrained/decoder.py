@@ -167,7 +167,13 @@ def _layers_before_windows(given: Mapping[str, Any]) -> int:
 
 def _rotary(given: Mapping[str, Any]) -> RotaryEmbedding:
     """The rotary embedding, from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    given_rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not isinstance(given_rope, Mapping):
+        raise ValueError(
+            "rope_parameters or rope_scaling must be a mapping with rope_type and its numbers, got "
+            f"{given_rope!r}"
+        )
+    rope = dict(given_rope)
     rule = rope.get("rope_type", rope.get("type", "default"))
     options: dict[str, Any] = {
         "theta": float(rope.get("rope_theta", given.get("rope_theta", 10000.0)))
@@ -182,6 +188,8 @@ def _rotary(given: Mapping[str, Any]) -> RotaryEmbedding:
         return RotaryEmbedding(**options)
     if rule not in ("linear", "yarn", "llama3"):
         raise ValueError(f"the rope_type must be default, linear, yarn or llama3, got {rule!r}")
+    if "factor" not in rope:
+        raise ValueError(f"the rope_type {rule} needs factor, a number, got {sorted(rope)}")
     options |= {"rule": rule, "scaling": float(rope["factor"])}
     if rule == "linear":
         return RotaryEmbedding(**options)

@@ -55,10 +55,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from effattn import dispatch
 from effattn.dispatch import device
-from effattn.interfaces.block_attention import Config, Inputs
+from effattn.interfaces.block_attention import Attended, Config, Inputs, output_dtype
 from effattn.pallas import block_tiles, partition, visited_tiles
 from effattn.pallas.mosaic_gpu import tiles
-from effattn.pallas.mosaic_gpu.tiles import ROWS, Own, Product, Stream, Tile, Turns, down
+from effattn.pallas.mosaic_gpu.tiles import Own, Stream, Tile, Turns
+from effattn.pallas.mosaic_gpu.warpgroups import (
+    ROWS,
+    Product,
+    constant,
+    down,
+    entry,
+    put_rows,
+    read,
+    staging,
+    swizzled,
+    tokens,
+    transposed,
+)
 from effattn.xla import block_attention as xla
 
 LIMITS = dispatch.Limits(
@@ -134,38 +147,45 @@ def _tiles_of(x: Inputs) -> dict[str, tuple[int, int]]:
 
 
 @partition.forward
-def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the output in `dtype`, the log-sum-exp, and zeros as its rounding error.
+def forward(config: Config, x: Inputs, exact: bool) -> Attended:
+    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp.
 
-    The error is not computed, as the kernel multiplies logits with a factor for powers of 2: where
-    the rounding error of the log-sum-exp matters, that factor has rounded the logits as much.
+    The rounding error of the log-sum-exp is zeros, as the kernel multiplies logits with a factor
+    for powers of 2: where that error matters, the factor has rounded the logits as much.
     """
     plan, arrays = _arrange("forward", config, x)
     batch, queries, heads, size = arrays.query.shape
-    workers, value_size = plan.tile[0] // ROWS, arrays.value.shape[3]
+    workers, value_size, dtype = plan.tile[0] // ROWS, arrays.value.shape[3], x.value.dtype
+    is_exact = output_dtype(x, exact) != dtype
     scratch = (
         Own.scratch(tiles.of_tokens(arrays, *QUERY), workers),
         Stream.scratch(tiles.of_tokens(arrays, *KEY), plan.tile[1], workers),
         Stream.scratch(tiles.of_tokens(arrays, "value"), plan.tile[1], workers),
-        Product.scratch(plan, plan.tile[1], x.value.dtype, workers),
+        Product.scratch(
+            plan.config.implementations.interpreted, plan.tile[1], x.value.dtype, workers
+        ),
         Turns.scratch(workers),
         # The output is stored through the buffer of the queries if that has its shape and dtype.
         None
         if dtype == x.query.dtype and value_size == size
-        else tiles.staging(workers, tiles.swizzled(dtype), dtype),
+        else staging(workers, swizzled(dtype), dtype),
         plgpu.SMEM((workers, ROWS), jnp.float32),
     )
-    shapes = (
-        ((batch, queries, heads, value_size), dtype),
-        ((batch, heads, plan.grid[0] * plan.tile[0]), jnp.float32),
-    )
-    out, lse = tiles.call(
+    of_out = (batch, queries, heads, value_size), dtype
+    of_rows = (batch, heads, plan.grid[0] * plan.tile[0]), jnp.float32
+    shapes = of_out, of_rows, *([of_out] if is_exact else [])
+    out, lse, *others = tiles.call(
         "forward", _forward_kernel, plan, arrays, None, shapes, scratch, of_keys=False
     )
-    out = out[:, : plan.lengths[0], :, : plan.sizes[1]]
     lse = jnp.swapaxes(lse[..., : plan.lengths[0]], 1, 2)
     lse = lse.reshape(x.query.shape[:-1])
-    return out.reshape(*lse.shape, plan.sizes[1]), lse, jnp.zeros_like(lse)
+
+    def of_tokens(array):
+        array = array[:, : plan.lengths[0], :, : plan.sizes[1]]
+        return array.reshape(*lse.shape, plan.sizes[1])
+
+    lost = of_tokens(others[0]) if others else None
+    return Attended(of_tokens(out), lost, lse, jnp.zeros_like(lse))
 
 
 @partition.backward
@@ -213,7 +233,7 @@ class _Rows(NamedTuple):
         lse, d_out, delta = (array.reshape(-1, *array.shape[axes:]) for array in rows)
         lse = lse if _factor(plan) is None else lse * _LOG2E
         # Rows of padding get lse = inf, so weight 0, even if a score_mod changes their logits.
-        return cls(tiles.by_head(lse, t, jnp.inf), tiles.tokens(d_out), tiles.by_head(delta, t))
+        return cls(tiles.by_head(lse, t, jnp.inf), tokens(d_out), tiles.by_head(delta, t))
 
 
 def _arrange(kernel: str, config: Config, x: Inputs):
@@ -233,7 +253,7 @@ class _Queries:
         self.keys = Stream(tiles.of_tokens(x, *KEY), *keys)
         self.values = Stream(tiles.of_tokens(x, "value"), *values)
         self.walk = visited_tiles.walk(
-            plan, tiles.entry, x.walk, self.b, self.key_head, self.n, of_keys=False
+            plan, entry, x.walk, self.b, self.key_head, self.n, of_keys=False
         )
         self.visited = self.walk.whole + self.walk.masked
 
@@ -251,7 +271,7 @@ class _Queries:
 
 
 def _forward_kernel(plan, x, _, outputs, scratch, block):
-    out, lse = outputs
+    out, lse, *lost = outputs
     own, keys, values, staged, turns, rows_of_out, rows_of_lse = scratch
     tile_of = _Queries(plan, x, block, keys, values)
     keys, values, worker = tile_of.keys, tile_of.values, block.worker
@@ -276,7 +296,7 @@ def _forward_kernel(plan, x, _, outputs, scratch, block):
         def step(number, m, carry, whole):
             largest, total, mixed = carry
             beside = own_rows | keys.at(number)
-            products = product.of(query, tiles.transposed(beside["key"]), turns_of.change)
+            products = product.of(query, transposed(beside["key"]), turns_of.change)
             at = tile.at(first, m * plan.tile[1], beside)
             logits = products if factor else tile.scores(at, products)(products)
             logits = tile.masked(at, logits, beside, whole)
@@ -304,9 +324,9 @@ def _forward_kernel(plan, x, _, outputs, scratch, block):
             return largest, total, mixed
 
         start = (
-            tiles.constant((ROWS,), np.finfo(np.float32).min),
-            tiles.constant((ROWS,), 0),
-            tuple(tiles.constant((ROWS, features.size), 0) for features in parts),
+            constant((ROWS,), np.finfo(np.float32).min),
+            constant((ROWS,), 0),
+            tuple(constant((ROWS, features.size), 0) for features in parts),
         )
         largest, total, mixed = tiles.fold(tile_of.walk, step, start)
         turns_of.finish()
@@ -318,7 +338,10 @@ def _forward_kernel(plan, x, _, outputs, scratch, block):
         plgpu.copy_smem_to_gmem(rows_of_lse.at[worker], lse.at[block.b, block.h, rows])
         room = query if rows_of_out is None else rows_of_out.at[worker]
         outputs = [part / down(total, part.shape[1]) for part in mixed]
-        tiles.put_rows(room, outputs, out.at[block.b, rows, block.h])
+        put_rows(room, outputs, out.at[block.b, rows, block.h])
+        for target in lost:
+            rest = [part - part.astype(target.dtype).astype(jnp.float32) for part in outputs]
+            put_rows(room, rest, target.at[block.b, rows, block.h])
 
     tiles.roles(plan.tile[0] // ROWS, worker, compute, tile_of.copy)
 
@@ -409,7 +432,7 @@ def _query_gradient(config, x: Inputs, rows):
         Own.scratch(tiles.of_tokens(arrays, *QUERY) | of_rows._asdict(), workers),
         Stream.scratch(tiles.of_tokens(arrays, *KEY), plan.tile[1], workers),
         Stream.scratch(tiles.of_tokens(arrays, "value"), plan.tile[1], workers),
-        Product.scratch(plan, plan.tile[1], dtype, workers),
+        Product.scratch(plan.config.implementations.interpreted, plan.tile[1], dtype, workers),
     )
     shapes = ((arrays.query.shape, dtype),)
     (d_query,) = tiles.call(
@@ -436,8 +459,8 @@ def _query_kernel(plan, x, rows, outputs, scratch, block):
                 beside = own_rows | keys.get(number) | values.get(number)
                 at = tile.at(first, m * plan.tile[1], beside)
                 pairs = (
-                    (beside["query"], tiles.transposed(beside["key"])),
-                    (beside["d_out"], tiles.transposed(beside["value"])),
+                    (beside["query"], transposed(beside["key"])),
+                    (beside["d_out"], transposed(beside["value"])),
                 )
                 _, d_products = _gradients(
                     tile, product, at, beside, whole, pairs, sums.__getitem__
@@ -449,11 +472,11 @@ def _query_kernel(plan, x, rows, outputs, scratch, block):
                 return carry
 
             tiles.fold(tile_of.walk, step, None)
-            return tiles.read(d_query)
+            return read(d_query)
 
         found = pl.run_scoped(total, plgpu.ACC((ROWS, x.query.shape[-1]), jnp.float32))
         target = outputs[0].at[block.b, pl.ds(first, ROWS), block.h]
-        tiles.put_rows(own_rows["query"], [_scaled(plan, found, x.query.dtype)], target)
+        put_rows(own_rows["query"], [_scaled(plan, found, x.query.dtype)], target)
 
     tiles.roles(plan.tile[0] // ROWS, worker, compute, tile_of.copy)
 
@@ -469,7 +492,7 @@ def _key_gradient(config, x: Inputs, rows, wanted):
         Own.scratch(tiles.of_tokens(arrays, *KEY, "value"), workers),
         Stream.scratch(tiles.of_tokens(arrays, *QUERY), plan.tile[0], workers),
         Stream.scratch(of_rows._asdict(), plan.tile[0], workers),
-        Product.scratch(plan, plan.tile[0], dtype, workers),
+        Product.scratch(plan.config.implementations.interpreted, plan.tile[0], dtype, workers),
     )
     shapes = tuple((getattr(arrays, name).shape, dtype) for name in wanted)
     kernel = functools.partial(_key_kernel, wanted)
@@ -491,7 +514,7 @@ def _key_kernel(wanted, plan, x, rows, outputs, scratch, block):
     d_outs = Stream(rows._asdict(), *d_outs)
     b, key_head, m, worker = block
     t, s = plan.tile
-    walk = visited_tiles.walk(plan, tiles.entry, x.walk, b, key_head, m, of_keys=True)
+    walk = visited_tiles.walk(plan, entry, x.walk, b, key_head, m, of_keys=True)
     visited = walk.whole + walk.masked
 
     def over_heads(of_head):
@@ -529,13 +552,13 @@ def _key_kernel(wanted, plan, x, rows, outputs, scratch, block):
                 def step(number, n, carry, whole):
                     beside = own_rows | queries.get(number) | d_outs.get(number)
                     at = tile.at(n * t, first, beside)
-                    left_and_right = beside["key"], tiles.transposed(beside["query"])
+                    left_and_right = beside["key"], transposed(beside["query"])
 
                     def of_rows(name):
                         return tile.each(beside[name], 0)
 
                     if "key" in wanted:
-                        pairs = left_and_right, (beside["value"], tiles.transposed(beside["d_out"]))
+                        pairs = left_and_right, (beside["value"], transposed(beside["d_out"]))
                         weights, d_products = _gradients(
                             tile, product, at, beside, whole, pairs, of_rows
                         )
@@ -558,13 +581,13 @@ def _key_kernel(wanted, plan, x, rows, outputs, scratch, block):
                 tiles.fold(walk, step, None, numbered_from)
 
             over_heads(of_head)
-            return [tiles.read(totals[name]) for name in wanted]
+            return [read(totals[name]) for name in wanted]
 
         sizes = [getattr(x, name).shape[-1] for name in wanted]
         found = pl.run_scoped(total, *(plgpu.ACC((ROWS, n), jnp.float32) for n in sizes))
         for name, output, gradient in zip(wanted, outputs, found, strict=True):
             target = output.at[b, pl.ds(first, ROWS), key_head]
             gradient = _scaled(plan, gradient, x.key.dtype) if name == "key" else gradient
-            tiles.put_rows(own_rows[name], [gradient], target)
+            put_rows(own_rows[name], [gradient], target)
 
     tiles.roles(s // ROWS, worker, compute, copy)

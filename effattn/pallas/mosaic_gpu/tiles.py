@@ -1,13 +1,10 @@
-"""Loads, products and stores of tiles for the block-attention kernels in Mosaic GPU.
+"""Tiles of the block-attention kernels in Mosaic GPU.
 
 A block has one warpgroup that copies tiles into shared memory, and other warpgroups (the workers)
-that compute, each on 64 rows of the block's tile. The bulk copy engine (TMA) does the copies. The
-engine reads zeros and writes nothing beyond the end of an array, so lengths need not be multiples
-of a tile. Head sizes are padded with zeros to multiples of 64 numbers, the 128 bytes of a swizzled
-row.
+that compute, each on 64 rows of the block's tile.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,32 +14,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from effattn.arrays import mesh_axes
-from effattn.dispatch import device
-from effattn.dispatch.refused import refusing
 from effattn.interfaces.block_attention import NO_KEY
 from effattn.pallas import block_tiles
 from effattn.pallas.block_tiles import Arrays, At, Plan
+from effattn.pallas.mosaic_gpu import warpgroups
 from effattn.pallas.mosaic_gpu.schedule import schedule_of
+from effattn.pallas.mosaic_gpu.warpgroups import (
+    ALONG_COLUMNS,
+    ALONG_ROWS,
+    ROWS,
+    entry,
+    padded,
+    shared,
+    tokens,
+)
 from effattn.pallas.visited_tiles import Walk
 
-ROWS = 64  # rows of a product of one warpgroup
-WIDTH = 64  # 16-bit numbers of a swizzled row
-_SWIZZLE, _GROUP = 128, 8  # bytes of a swizzled row; number of rows swizzled together
 STAGES = 2  # tiles in flight: one tile is copied while the other tile is multiplied
 _REGISTERS = 232, 40  # registers of a computing and a copying thread, for 2 + 1 warpgroups
 
-_ALONG_ROWS, _ALONG_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _SIDES = "query", "key"
-
-
-def padded(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:
-    """Pads an array to a multiple of `multiple` along `axis`; return None for None."""
-    if array is None or not (more := -array.shape[axis] % multiple):
-        return array
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(array, widths, constant_values=value)
 
 
 def as_read(plan: Plan, x: Arrays) -> Arrays:
@@ -59,138 +50,9 @@ def as_read(plan: Plan, x: Arrays) -> Arrays:
     )
 
 
-def tokens(array: jax.Array) -> jax.Array:
-    """Pads `(B, L, heads, H)` for the copy engine: whole swizzled rows, in groups of 8 rows."""
-    return padded(padded(array, 1, _GROUP), 3, WIDTH)
-
-
 def by_head(rows: jax.Array, tile: int, value: Any = 0) -> jax.Array:
     """Transposes `(B, T, N)` to `(B, N, T')`, with T' padded to whole tiles."""
     return padded(jnp.swapaxes(rows, 1, 2), 2, tile, value)
-
-
-def swizzled(dtype: Any) -> int:
-    """Returns how many numbers a swizzled row holds."""
-    return _SWIZZLE // jnp.dtype(dtype).itemsize
-
-
-def shared(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Declares shared memory in the swizzled layout of the copy engine and of tensor cores."""
-    size = swizzled(dtype)
-    tiling = plgpu.TilingTransform((_GROUP, size))  # type: ignore[abstract]
-    swizzle = plgpu.SwizzleTransform(_SWIZZLE)  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
-
-
-def staging(workers: int, width: int, dtype: Any) -> Any:
-    """Declares a staging buffer in shared memory, through which `put_rows` writes results."""
-    return shared((workers, ROWS, width), dtype)
-
-
-class Product:
-    """Matrix products of a warpgroup: registers or shared memory times shared memory.
-
-    Attributes:
-      staged: `(ROWS, columns)` in shared memory for the interpreter, which can only multiply from
-        shared memory; None for a compiled kernel.
-    """
-
-    def __init__(self, staged):
-        self.staged = staged
-
-    @classmethod
-    def of_worker(cls, staged: tuple, worker: Any) -> "Product":
-        """Returns the `Product` of one worker, from the buffers that `scratch` declares."""
-        return cls(staged[0].at[worker] if staged else None)
-
-    @staticmethod
-    def scratch(plan: Plan, columns: int, dtype: Any, workers: int) -> tuple:
-        """Declares the shared memory of all workers; empty for a compiled kernel."""
-        interpreted = plan.config.implementations.interpreted
-        return (shared((workers, ROWS, columns), dtype),) if interpreted else ()
-
-    def add(self, total: Any, left: Any, right: Any) -> None:
-        """Starts adding `left @ right` to an accumulator; `wgmma_wait` waits for the sum."""
-        if self.staged is not None and isinstance(left, jax.Array):
-            self.staged[...] = left
-            plgpu.commit_smem()
-            left = self.staged
-        plgpu.wgmma(total, left, right)
-
-    def of(self, left: Any, right: Any, meanwhile: Callable[[], None] | None = None) -> jax.Array:
-        """Returns `left @ right` in float32; `meanwhile` is called while it is being computed."""
-
-        def multiply(total):
-            self.add(total, left, right)
-            if meanwhile is not None:
-                meanwhile()
-            return read(total)
-
-        return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
-
-    def onto(
-        self, totals: tuple, left: Any, rights: list, meanwhile: Callable[[], None]
-    ) -> tuple[jax.Array, ...]:
-        """Returns `total + left @ right` for each pair of `totals` and `rights`.
-
-        The tensor cores add to the totals in place. `meanwhile` is called while they do.
-        """
-        if self.staged is not None:  # the interpreter has no accumulators with a first value
-            found = tuple(
-                total + self.of(left, right) for total, right in zip(totals, rights, strict=True)
-            )
-            meanwhile()
-            return found
-
-        def multiply(sums):
-            for total, right in zip(sums, rights, strict=True):
-                plgpu.wgmma(total, left, right)
-            meanwhile()
-
-        sums = pl.run_state(multiply)(tuple(plgpu.ACC.init(total) for total in totals))
-        return lax.optimization_barrier(sums)
-
-    def of_both(
-        self, *pairs: tuple[Any, Any], between: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns `between(first)` and `second`, the products of two pairs in shared memory.
-
-        `between` is computed while the tensor cores compute the second product.
-        """
-
-        def multiply(*totals):
-            for total, (left, right) in zip(totals, pairs, strict=True):
-                plgpu.wgmma(total, left, right)
-            return between(read(totals[0], in_flight=1)), read(totals[1])
-
-        shapes = [(left.shape[0], right.shape[1]) for left, right in pairs]
-        return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
-
-
-def read(total: Any, in_flight: int = 0) -> jax.Array:
-    """Returns the value of an accumulator, once at most `in_flight` products are being computed.
-
-    The optimization barrier makes every use of the value depend on the wait. Without it the
-    compiler may move a use before the wait, and read zeros.
-    """
-    return lax.optimization_barrier(plgpu.wgmma_accumulator_load(total, wait_n=in_flight))
-
-
-def constant(shape: tuple[int, ...], value: Any) -> jax.Array:
-    """Returns a float32 constant `(r, columns)` or `(r)` in the register layout of products."""
-    return plgpu.layout_cast(
-        jnp.full(shape, value, jnp.float32), plgpu.Layout.WGMMA if len(shape) == 2 else _ALONG_ROWS
-    )
-
-
-def down(rows: jax.Array, columns: int) -> jax.Array:
-    """Broadcasts `(r)` to all columns of `(r, columns)`."""
-    return lax.broadcast_in_dim(rows, (rows.shape[0], columns), (0,))
-
-
-def transposed(ref: Any) -> Any:
-    """Views `(a, b)` in shared memory as `(b, a)`."""
-    return ref.transpose((1, 0))
 
 
 def of_tokens(x: Any, *names: str) -> dict[str, Any]:
@@ -345,7 +207,7 @@ class Tile:
         if tokens is None:
             return None
         place = int(axis != self.transposed)
-        found = plgpu.layout_cast(tokens[...], (_ALONG_ROWS, _ALONG_COLUMNS)[place])
+        found = plgpu.layout_cast(tokens[...], (ALONG_ROWS, ALONG_COLUMNS)[place])
         return lax.broadcast_in_dim(found, self.shape, (place,))
 
     def at(self, first_query, first_key, beside):
@@ -396,11 +258,6 @@ class Tile:
         return block_tiles.dropped(self.plan, at, weights, self.load)
 
 
-def entry(ref, *index):
-    """Loads one number."""
-    return ref[tuple(np.int32(i) if isinstance(i, int) else i for i in index)]
-
-
 def fold(walk: Walk, step: Callable, carry: Any, first: Any = 0) -> Any:
     """Folds `step(number, tile, carry, whole)` over the tiles of a walk, numbered from `first`."""
     for before, count, tile, whole in (
@@ -413,33 +270,6 @@ def fold(walk: Walk, step: Callable, carry: Any, first: Any = 0) -> Any:
 
         carry = lax.fori_loop(0, count, body, carry)
     return carry
-
-
-def put_rows(staged: Any, parts: Sequence[jax.Array], target: Any) -> None:
-    """Stores `(r, width)`, given in parts of its features, through a buffer in shared memory.
-
-    If the buffer is narrower than the parts together, one swizzled row is stored at a time. Returns
-    when the buffer has been read.
-    """
-    width, columns = staged.shape[1], sum(part.shape[1] for part in parts)
-    start = 0
-    for part in parts:
-        size = part.shape[1] if width == columns else width
-        for first in range(0, part.shape[1], size):
-            at = pl.ds(start if width == columns else 0, size)
-            room = staged if size == width else staged.at[:, at]
-            room[...] = part[:, first : first + size].astype(staged.dtype)
-            if width < columns:
-                _store(staged, target.at[:, pl.ds(start + first, size)])
-        start += part.shape[1]
-    if width == columns:
-        _store(staged, target)
-
-
-def _store(staged, target):
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staged, target)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 class Block(NamedTuple):
@@ -468,40 +298,26 @@ def call(
     """
     schedule = schedule_of(plan, x, rows, of_keys=of_keys)
     workers = plan.tile[of_keys] // ROWS
-    leaves, structure = jax.tree.flatten(device.aligned(mesh_axes.vary_alike((x, rows))))
-    count = len(leaves)
-    how = plan.config.implementations.interpreted
-    results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    if how and not hasattr(plgpu, "InterpretGPUParams"):
-        return refusing("Mosaic GPU is interpreted by jax 0.12 and later", results)(*leaves)
 
-    def body(*refs):
-        (x, rows), rest = jax.tree.unflatten(structure, refs[:count]), refs[count:]
-        outputs, scratch = rest[: len(results)], rest[len(results) :]
-        b, key_head, number, rank = schedule.at(lax.axis_index("block"))
+    def body(operands, outputs, scratch, at):
+        x, rows = operands
+        b, key_head, number, rank = schedule.at(at["block"])
         own = b if x.order.shape[0] > 1 else 0, key_head if x.order.shape[1] > 1 else 0
         head = key_head * np.int32(schedule.group) + number
         block = Block(b, head, entry(x.order, *own, rank), lax.axis_index("warpgroup"))
         kernel(plan, x, rows, outputs, scratch, block)
 
-    run = plgpu.kernel(
+    return warpgroups.run(
+        f"block_attention_{name}",
         body,
-        out_type=results,
-        scratch_types=scratch,
-        grid=(schedule.size,),
-        grid_names=("block",),
-        num_threads=workers + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            # The approximate tanh has only half of the digits.
-            approx_math=plan.config.soft_cap is None and plan.score is None,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-        ),
-        interpret=_params(how),
-        kernel_name=f"block_attention_{name}",
+        (x, rows),
+        [jax.ShapeDtypeStruct(*shape) for shape in shapes],
+        scratch,
+        grid={"block": schedule.size},
+        warpgroups=workers + 1,
+        interpreted=plan.config.implementations.interpreted,
+        approximate=plan.config.soft_cap is None and plan.score is None,
     )
-    # plgpu.kernel returns types that do not vary over a mesh, so restore the varying axes.
-    return [mesh_axes.vary_like(leaves[0], result) for result in run(*leaves)]
 
 
 def roles(workers: int, worker: Any, compute: Callable, copy: Callable) -> None:
@@ -519,10 +335,3 @@ def roles(workers: int, worker: Any, compute: Callable, copy: Callable) -> None:
         if workers == 2:
             plgpu.set_max_registers(copying, action="decrease")
         copy()
-
-
-def _params(how):
-    """Returns the parameters of the interpreter, or None if kernels are compiled."""
-    if not how or isinstance(how, plgpu.InterpretGPUParams):
-        return how or None
-    return plgpu.InterpretGPUParams()

@@ -13,7 +13,9 @@ of a register, and are padded to whole tiles in the same pass.
 
 Logits are transposed, `(s, t)`, and so is the output until it is written. The sums over keys are
 then sums of whole registers. Numbers of queries (largest logit, log-sum-exp, delta) are rows
-`(1, t)` in registers and in memory: a column `(t, 1)` would take 128 times its size.
+`(1, t)` in registers and in memory: a column `(t, 1)` would take 128 times its size. The kernel for
+the gradients of queries has no sums over keys but products. Its logits are upright, `(t, s)`, as
+the next product needs them, and it makes the columns of its tile once.
 
 The gradients come from two kernels, one for queries and one for keys and values. XLA computes the
 gradients of a bias, a scale and the arrays that a score_mod closes over
@@ -40,7 +42,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from effattn import dispatch
 from effattn.arrays import mesh_axes
-from effattn.interfaces.block_attention import NO_KEY, Config, Inputs
+from effattn.interfaces.block_attention import NO_KEY, Attended, Config, Inputs, output_dtype
 from effattn.pallas import block_tiles, partition
 from effattn.pallas.block_tiles import Arrays, At, Plan, SoftmaxOfColumns
 from effattn.pallas.mosaic_tpu import steps
@@ -50,9 +52,8 @@ from effattn.xla import block_attention as xla
 LANES = 128
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "tiles of multiples of 128")
 _SIDES = 512, 256, 128
-# Arrays of queries; the others are of keys. Some have the queries in their last axis.
-_ALONG_LANES = "lse", "delta", "query_ids", "query_positions"
-_OF_QUERIES = "query", "d_out", *_ALONG_LANES
+# Arrays of queries; the others are of keys.
+_OF_QUERIES = "query", "d_out", "lse", "delta", "query_ids", "query_positions"
 _LEAST_MEMORY = 2**24  # the limit of a kernel that sets none, in bytes
 
 
@@ -67,8 +68,8 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 @partition.forward
-def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
+def forward(config: Config, x: Inputs, exact: bool) -> Attended:
+    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp."""
     plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
     grid, walk = steps.grid_of(plan, arrays, x, of_keys=False)
     arrays = arrays._replace(walk=walk)
@@ -93,7 +94,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
             *2 * [pl.BlockSpec((None, None, 1, t), along)],
         ],
         out_shape=[
-            ((batch, heads, rows, width), dtype),
+            ((batch, heads, rows, width), output_dtype(x, exact)),
             *2 * [((batch, heads, 1, rows), jnp.float32)],
         ],
         scratch_shapes=[(1, t), (1, t), (width, t)],
@@ -105,7 +106,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
         jnp.swapaxes(array[:, :, 0, :queries], 1, 2).reshape(x.query.shape[:-1])
         for array in along_rows
     )
-    return out, lse, lse_error
+    return Attended.of(x, out, lse, lse_error)
 
 
 @partition.backward
@@ -129,10 +130,10 @@ def backward(
     lse = jnp.where(lse == -jnp.inf, 0, lse)
     rows = _by_head(d_out, t), _in_rows(lse, t, jnp.inf), _in_rows(delta, t, 0)
 
-    def call(kernel, of_keys, blocks, shapes):
+    def call(kernel, of_keys, blocks, shapes, more=()):
         grid, walk = steps.grid_of(plan, arrays, x, of_keys=of_keys)
         known = arrays._replace(walk=walk)
-        inputs = _Inputs.of(plan, known, grid, of_keys=of_keys, rows=rows)
+        inputs = _Inputs.of(plan, known, grid, of_keys=of_keys, upright=not of_keys, rows=rows)
 
         def at(*given):
             step = steps.at_step(plan, of_keys, grid, *given)
@@ -146,7 +147,7 @@ def backward(
             inputs,
             out_specs=[pl.BlockSpec((None, None, *block), at) for block in blocks],
             out_shape=shapes,
-            scratch_shapes=blocks,
+            scratch_shapes=[*blocks, *more],
         )
 
     (d_query,) = call(
@@ -154,6 +155,7 @@ def backward(
         False,
         [(t, size)],
         [((batch, heads, plan.grid[0] * t, size), x.query.dtype)],
+        2 * [(t, LANES)],
     )
     d_key, d_value = call(
         _key_kernel,
@@ -226,7 +228,7 @@ class _Inputs:
     specs: dict[str, Any]
 
     @classmethod
-    def of(cls, plan: Plan, x: Arrays, grid: Grid, *, of_keys, rows=()) -> "_Inputs":
+    def of(cls, plan: Plan, x: Arrays, grid: Grid, *, of_keys, upright=False, rows=()) -> "_Inputs":
         (t, s), group = plan.tile, plan.group
         # A step copies one tile of the results, and `at_once` tiles of the others.
         copied = (t * grid.at_once, s) if of_keys else (t, s * grid.at_once)
@@ -262,7 +264,7 @@ class _Inputs:
             add("lse", rows[1], (None, None, 1, copied[0]), along_rows)
             add("delta", rows[2], (None, None, 1, copied[0]), along_rows)
 
-        # Arrays of tokens: keys are rows of a tile, and queries columns.
+        # Arrays of tokens: keys are rows of a tile and queries columns, or the other way round.
         for name, array, which, value in (
             ("query_positions", x.query_positions, 0, 0),
             ("key_positions", x.key_positions, 1, 0),
@@ -271,7 +273,8 @@ class _Inputs:
         ):
             if array is None:
                 continue
-            array, is_column = _padded(array, 1, plan.tile[which], value), which == 1
+            array = _padded(array, 1, plan.tile[which], value)
+            is_column = which == int(not upright)
 
             def of_tokens(*given, which=which, is_column=is_column):
                 b, _, *tiles = place(*given)
@@ -294,9 +297,10 @@ class _Inputs:
             def of_pairs(*given, sizes=sizes):
                 at = place(*given)
                 found = [0 if size == 1 else i for i, size in zip(at, sizes, strict=True)]
-                return (*found[:2], *found[:1:-1])
+                return (*found[:2], *(found[2:] if upright else found[:1:-1]))
 
-            array, block = jnp.swapaxes(array, 2, 3), [*block[:2], *block[:1:-1]]
+            if not upright:
+                array, block = jnp.swapaxes(array, 2, 3), [*block[:2], *block[:1:-1]]
             add(name, array, tuple(block), of_pairs)
 
         memory = pltpu.SMEM
@@ -368,10 +372,10 @@ def _cost(plan, kernel, visited, inputs, out_shape):
 
 
 class _Tile:
-    """Blocks of one step, and one of the tiles that it visits; the tile is transposed, `(s, t)`."""
+    """Blocks of one step, and one of the tiles that it visits, `(s, t)`, or `(t, s)` if upright."""
 
-    def __init__(self, plan, scalars, blocks, grid: Grid, *, of_keys):
-        self.plan, self.blocks = plan, blocks
+    def __init__(self, plan, scalars, blocks, grid: Grid, *, of_keys, upright):
+        self.plan, self.blocks, self.upright = plan, blocks, upright
         self.at_once, self.of_keys, self.part = grid.at_once, of_keys, 0
         indices = tuple(pl.program_id(axis) for axis in range(grid.rank))
         self.step = steps.at_step(plan, of_keys, grid, *indices, *scalars)
@@ -393,6 +397,11 @@ class _Tile:
             preferred_element_type=jnp.float32,
         )
 
+    def products(self, of_queries, of_keys):
+        """Products of the tiles of two arrays, by name."""
+        of_queries, of_keys = self.block(of_queries), self.block(of_keys)
+        return self.dot(of_queries, of_keys) if self.upright else self.dot(of_keys, of_queries)
+
     def block(self, name):
         """Loads the tile of an array by name; None if the array is absent."""
         if name not in self.blocks:
@@ -402,13 +411,14 @@ class _Tile:
             return ref[...]
         size = self.plan.tile[0 if of_queries else 1]
         tokens = pl.ds(pl.multiple_of(self.part * size, size), size)
-        return ref[:, tokens] if name in _ALONG_LANES else ref[tokens]
+        # Other arrays of one number a token exclude steps of several tiles.
+        return ref[:, tokens] if name in ("lse", "delta") else ref[tokens]
 
     def at(self):
         """Returns indices and positions of the tile."""
         index = []
         for axis, tile in ((0, self.n), (1, self.m)):
-            size, down = self.plan.tile[axis], axis == 1
+            size, down = self.plan.tile[axis], axis == int(not self.upright)
             shape = (size, 1) if down else (1, size)
             index.append(tile * size + lax.broadcasted_iota(jnp.int32, shape, 0 if down else 1))
         i, j = self.block("query_positions"), self.block("key_positions")
@@ -465,9 +475,10 @@ class _Tile:
         lax.fori_loop(0, count, lambda rank, _: of_part(masked_part(rank), True), None)
 
 
-def _unpack(plan, scalars, names, grid, refs, *, of_keys):
+def _unpack(plan, scalars, names, grid, refs, *, of_keys, upright=False):
     blocks = dict(zip(names, refs[scalars:], strict=False))
-    return _Tile(plan, refs[:scalars], blocks, grid, of_keys=of_keys), refs[scalars + len(names) :]
+    tile = _Tile(plan, refs[:scalars], blocks, grid, of_keys=of_keys, upright=upright)
+    return tile, refs[scalars + len(names) :]
 
 
 def _forward_kernel(plan, scalars, names, grid, *refs):
@@ -483,8 +494,7 @@ def _forward_kernel(plan, scalars, names, grid, *refs):
     @tile.visit
     def _(tile, masked):
         at = tile.at()
-        products = tile.dot(tile.block("key"), tile.block("query"))
-        logits, _ = tile.logits(at, products, masked)
+        logits, _ = tile.logits(at, tile.products("query", "key"), masked)
 
         def mix(weights):
             value = tile.block("value")
@@ -503,28 +513,31 @@ def _forward_kernel(plan, scalars, names, grid, *refs):
             ref[...] = value
 
 
-def _gradients(tile, at, masked):
-    """Returns the weights after dropout and the gradient of the products, both `(s, t)`."""
-    products = tile.dot(tile.block("key"), tile.block("query"))
-    d_weights = tile.dot(tile.block("value"), tile.block("d_out"))
+def _gradients(tile, at, masked, rows):
+    """Returns the weights after dropout and the gradient of the products, from lse and delta."""
+    products, d_weights = tile.products("query", "key"), tile.products("d_out", "value")
     logits, pull_back = tile.logits(at, products, masked)
-    rows = tile.block("lse"), tile.block("delta")
     weights, d_logits = block_tiles.gradients(tile.plan, at, logits, rows, d_weights, tile.load)
     return weights, pull_back(d_logits)[0]
 
 
 def _query_kernel(plan, scalars, names, grid, *refs):
-    tile, (d_query, total) = _unpack(plan, scalars, names, grid, refs, of_keys=False)
+    tile, refs = _unpack(plan, scalars, names, grid, refs, of_keys=False, upright=True)
+    d_query, total, *columns = refs
 
     @pl.when(tile.step.first)
     def _():
         total[...] = jnp.zeros_like(total)
+        for name, column in zip(("lse", "delta"), columns, strict=True):
+            column[...] = jnp.broadcast_to(tile.block(name), column.shape[::-1]).T
 
     @tile.visit
     def _(tile, masked):
-        _, d_products = _gradients(tile, tile.at(), masked)
+        # Columns of equal numbers: a register has 128 of them.
+        rows = [jnp.broadcast_to(column[:, :1], plan.tile) for column in columns]
+        _, d_products = _gradients(tile, tile.at(), masked, rows)
         key = tile.block("key")
-        total[...] += tile.dot(d_products.astype(key.dtype), key, (0, 0))
+        total[...] += tile.dot(d_products.astype(key.dtype), key, (1, 0))
 
     @pl.when(tile.step.last)
     def _():
@@ -541,7 +554,8 @@ def _key_kernel(plan, scalars, names, grid, *refs):
 
     @tile.visit
     def _(tile, masked):
-        weights, d_products = _gradients(tile, tile.at(), masked)
+        rows = tile.block("lse"), tile.block("delta")
+        weights, d_products = _gradients(tile, tile.at(), masked, rows)
         query, d_out = tile.block("query"), tile.block("d_out")
         of_key[...] += tile.dot(d_products.astype(query.dtype), query, (1, 0))
         of_value[...] += tile.dot(weights.astype(d_out.dtype), d_out, (1, 0))

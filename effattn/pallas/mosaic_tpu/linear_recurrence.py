@@ -54,8 +54,9 @@ KERNELS = recurrence.Kernels(
     forward=recurrence_plain.forward,
     backward=recurrence_plain.backward,
     read=recurrence_delta_steps.read,
-    d_query=recurrence_delta_steps.d_query,
-    d_key=recurrence_delta_steps.d_key,
+    gradients=recurrence.gradients_of_blocks(
+        recurrence_delta_steps.d_query, recurrence_delta_steps.d_key
+    ),
     correct=recurrence_delta_steps.correct,
     correct_back=recurrence_delta_steps.correct_back,
 )

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from effattn.pallas.mosaic_tpu.recurrence_blocks import Pairs, times
 from effattn.pallas.mosaic_tpu.recurrence_plain import scaled, wide
 from effattn.pallas.mosaic_tpu.recurrence_steps import Steps
-from effattn.pallas.recurrence import Arrays, How
+from effattn.pallas.recurrence import Arrays, How, whole_state
 from effattn.pallas.recurrence_delta import Chunks
 
 
@@ -28,7 +28,7 @@ def read(how: How, arrays: Arrays, states: jax.Array) -> jax.Array:
 
 
 def d_query(how: How, arrays: Arrays, states: jax.Array, d_out: jax.Array) -> jax.Array:
-    """Returns the gradient of the queries; see `effattn.pallas.recurrence.Kernels`."""
+    """The gradient of the queries; see `effattn.pallas.recurrence.gradients_of_blocks`."""
     steps = Steps.of_chunks(how, arrays)
     plan = steps.plan
     of_output = steps.tokens(d_out, 1, plan.group)
@@ -38,7 +38,7 @@ def d_query(how: How, arrays: Arrays, states: jax.Array, d_out: jax.Array) -> ja
 
 
 def d_key(how: How, arrays: Arrays, co_states: jax.Array, d_out: jax.Array) -> jax.Array:
-    """Returns the gradient of the keys; see `effattn.pallas.recurrence.Kernels`."""
+    """The gradient of the keys; see `effattn.pallas.recurrence.gradients_of_blocks`."""
     steps = Steps.of_chunks(how, arrays)
     plan = steps.plan
     inputs = [
@@ -53,12 +53,16 @@ def d_key(how: How, arrays: Arrays, co_states: jax.Array, d_out: jax.Array) -> j
 
 def correct(how: How, arrays: Arrays, chunks: Chunks, state: jax.Array):
     """Returns corrected values and states; see `effattn.pallas.recurrence.Kernels`."""
-    return _corrected(Steps.of_chunks(how, arrays), _correct, chunks, state)
+    steps = Steps.of_chunks(how, arrays)
+    found, states = _corrected(steps, _correct, chunks, state)
+    return found, states, whole_state(arrays, states[:, :, -1])
 
 
 def correct_back(how: How, arrays: Arrays, chunks: Chunks, d_state: jax.Array):
     """Returns the same for gradients, from the last chunk to the first."""
-    return _corrected(Steps.of_chunks(how, arrays).reversed(), _correct_back, chunks, d_state)
+    steps = Steps.of_chunks(how, arrays).reversed()
+    found, co_states = _corrected(steps, _correct_back, chunks, d_state)
+    return found, co_states, whole_state(arrays, co_states[:, :, 0])
 
 
 def _of_tokens(steps, arrays):

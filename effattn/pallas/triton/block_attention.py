@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from effattn import dispatch
 from effattn.dispatch import device
-from effattn.interfaces.block_attention import Config, Inputs
+from effattn.interfaces.block_attention import Attended, Config, Inputs, output_dtype
 from effattn.pallas import block_tiles, partition, visited_tiles
 from effattn.pallas.block_tiles import Softmax
 from effattn.pallas.triton import bias_gradient
@@ -74,20 +74,20 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 @partition.forward
-def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
+def forward(config: Config, x: Inputs, exact: bool) -> Attended:
+    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp."""
     tile, warps = _tile("forward", config, x)
     plan, arrays = _arrange(config, x, tile, of_keys=False)
     batch, queries, heads, _ = arrays.query.shape
     shapes = {
-        "out": ((batch, queries, heads, plan.sizes[1]), dtype),
+        "out": ((batch, queries, heads, plan.sizes[1]), output_dtype(x, exact)),
         "lse": ((batch, queries, heads), jnp.float32),
         "lse_error": ((batch, queries, heads), jnp.float32),
     }
     grid = heads * batch, plan.grid[0]
     out, *of_rows = call(_forward_kernel, plan, arrays, grid, shapes, warps)
     lse, lse_error = (array.reshape(x.query.shape[:-1]) for array in of_rows)
-    return out.reshape(*x.query.shape[:-1], plan.sizes[1]), lse, lse_error
+    return Attended.of(x, out.reshape(*x.query.shape[:-1], plan.sizes[1]), lse, lse_error)
 
 
 @partition.backward

@@ -115,8 +115,7 @@ def _corrected_back(how, arrays: Arrays, chunks, d_state):
 KERNELS = recurrence.Kernels(
     **recurrence.by_blocks(_states, _gradients_of_states, _read, _d_query, _d_key, _d_value),
     read=_read,
-    d_query=_d_query,
-    d_key=_d_key,
+    gradients=recurrence.gradients_of_blocks(_d_query, _d_key),
     correct=_corrected,
     correct_back=_corrected_back,
 )
@@ -178,7 +177,7 @@ def _filled(x, *whole):
 
 
 def _walked_whole(plan, kernel, chunks, state):
-    """Returns corrected values `(B, V, n, C, D)`, and states in the form of `_walked`."""
+    """Returns corrected values `(B, V, n, C, D)`, states as `_walked` does, and the last state."""
     batch, heads, _, size = state.shape
     features, values = plan.whole
 
@@ -210,7 +209,8 @@ def _walked_whole(plan, kernel, chunks, state):
         [*map(slice_of, results)],
         2 if features <= 2 * TILE else 1,  # with more features, two chunks exceed shared memory
     )
-    return corrected[..., :size], states
+    last = states[:, :, 0 if kernel is _correct_back else -1]
+    return corrected[..., :size], states, last[..., : plan.features, :size]
 
 
 def _of_blocks(plan, kernel, heads, arrays, saved, more, axis, dtype=jnp.float32):

@@ -46,6 +46,10 @@ def refusal(query: jax.Array, keys: Pages, values: Pages, *_) -> str | None:
         return f"takes pages of 16 to 256 tokens, a power of two, got {page}"
     if 0 in query.shape:
         return f"takes at least one query, got shape {query.shape}"
+    for x in (keys.array, values.array):
+        # Pallas takes 64-bit offsets beyond 2**32 bytes only.
+        if 2**31 < x.size <= 2**32 // x.dtype.itemsize:
+            return f"takes no pools of int8 with 2**31 to 2**32 numbers, got shape {x.shape}"
     return device.triton_refusal()
 
 

@@ -63,6 +63,14 @@ def test_promotions_have_a_token():
     assert {64, 65, 66, 67} <= set(np.unique(inputs).tolist()) <= set(range(PADDING + 1))
 
 
+def test_games_are_as_long_as_asked_for():
+    task = dataclasses.replace(TASK, trained=(4, 9))
+    for batch in (task.training(64, 0, 0), task.held_out()["4 to 9 tokens"]):
+        lengths = (batch.inputs[0] != PADDING).sum(1)
+        assert set(lengths) == set(range(4, 10))
+        assert (batch.targets[np.arange(9) >= lengths[:, None]] == NOTHING).all()
+
+
 def test_training_repeats_a_number_of_games_that_are_not_held_out():
     task = dataclasses.replace(TASK, games=3)
     batches = [task.training(16, 0, step).inputs[0] for step in range(3)]

@@ -1,6 +1,7 @@
 """Classification of documents: parts, labels and data in the wrong form."""
 
 import importlib.util
+import shutil
 
 import numpy as np
 import pytest
@@ -148,6 +149,9 @@ def test_files_with_a_test_folder(tmp_path):
         folder = b"test" if name == "test" else b"train"
         wanted = [folder + (b" pos" if label else b" neg") for label in part.labels]
         assert texts(part) == wanted
+    shutil.rmtree(tmp_path / "train" / "pos")
+    with pytest.raises(UserError, match="train/pos must have the text files of a class"):
+        Files(length=20, path=str(tmp_path)).load()
 
 
 def test_released_pairs(tmp_path):

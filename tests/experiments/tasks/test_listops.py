@@ -141,3 +141,5 @@ def test_fewer_different_expressions_than_asked_for():
     assert len(few.sets["train"].labels) == 390  # all expressions of one operation on two digits
     with pytest.raises(UserError, match="needs 401 different expressions, and 400 were found"):
         dataclasses.replace(few, train=391).load()
+    with pytest.raises(UserError, match="more than 8 GB of memory; choose a smaller train"):
+        dataclasses.replace(few, train=2 * 10**9).load()

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from experiments.tasks.permutations import TASKS, products
+from experiments.tasks.permutations import TASKS, few_letters, products
+from experiments.tasks.task import NOTHING
 
 
 def elements(group: str) -> list[tuple[int, ...]]:
@@ -44,12 +45,32 @@ def test_the_table_is_that_of_a_group(group):
 
 @pytest.mark.parametrize("group", TASKS)
 def test_elements_and_products_are_uniform(group):
-    (words,), targets = TASKS[group]["small"].training(1000, 0, 0)
+    task = dataclasses.replace(TASKS[group]["published"], trained=(16, 16))
+    (words,), targets = task.training(1000, 0, 0)
     size = len(elements(group))
     for tokens in (words, targets[:, -1]):
         count = tokens.size / size
         found = np.bincount(tokens.ravel(), minlength=size)
         assert (np.abs(found - count) < 5 * count**0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("group", "moved", "count"), [("S3", 2, 3), ("A4", 3, 8), ("A5", 3, 20), ("S5", 2, 10)]
+)
+def test_few_letters_generate_the_group(group, moved, count):
+    identity, *letters = few_letters(group)
+    assert identity == 0 and len(letters) == count
+    for letter in letters:
+        assert sum(a != b for a, b in enumerate(elements(group)[letter])) == moved
+    reached = {0}
+    for _ in range(10):
+        reached |= {int(products(group)[a, b]) for a in reached for b in letters}
+    assert len(reached) == len(elements(group))
+    task = dataclasses.replace(TASKS["S3"]["small"], group=group)
+    (words,), _ = task.training(1000, 0, 0)
+    assert set(words.ravel()) == {identity, *letters}
+    _, targets = dataclasses.replace(task, trained=(2, 9)).training(1000, 0, 0)
+    assert set((targets != NOTHING).sum(1)) == set(range(2, 10))
 
 
 def test_other_groups_are_refused():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from effattn import nn
 from tests.marks import slow
@@ -83,6 +84,8 @@ def test_rotary_turns_of_yarn_have_separate_defaults():
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, .* got 0.5"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type must be default, .* 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor, a number"),
+        ({"rope_parameters": "yarn"}, "rope_parameters or .* must be a mapping .* got 'yarn'"),
         ({"layer_types": ["full_attention"]}, "layer_types must name one of .* 2 layers"),
         ({"num_hidden_layers": 3}, r"missing: model.layers.2.input_layernorm.weight, .* more"),
         ({"num_hidden_layers": 1}, r"unexpected: model.layers.1.input_layernorm.weight, "),
@@ -93,6 +96,13 @@ def test_wrong_configurations_and_parameters_are_named(changes, message):
     _, _, parameters = read("llama")
     with pytest.raises(ValueError, match=message):
         nn.decoder_from_transformers(parameters, {**CONFIGURATIONS["llama"], **changes})
+
+
+def test_the_model_class_loads_it_too():
+    _, _, parameters = read("llama")
+    model = nn.TransformerLM.from_transformers(parameters, CONFIGURATIONS["llama"])
+    other = nn.decoder_from_transformers(parameters, CONFIGURATIONS["llama"])
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
 
 
 def test_a_configuration_without_sizes_is_named():
