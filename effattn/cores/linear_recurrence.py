@@ -50,13 +50,17 @@ def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
     """Description of the call for `dispatch.choose`."""
     queries = jax.tree.leaves(x.queries)
     length, dtype = queries[0].shape[x.state.ndim - 3], dtypes.common(config.dtype, *queries)
+    suited = dispatch.suited(dtype, length)
+    if jax.eval_shape(config.terms, x.parameters, x.queries, x.keys).removed is not None:
+        # With two writes for each token, kernels for GPUs are unmeasured.
+        suited = tuple(platform for platform in suited if platform != "cuda")
     return IMPLEMENTATIONS.call(
         mechanism,
         config,
         x,
         lengths=(length,),
         signature=functools.partial(signature, config, x),
-        suited=dispatch.suited(dtype, length),
+        suited=suited,
         # The kernels in Mosaic GPU have not run on a GPU yet.
         only_by_name=dispatch.ONLY_BY_NAME | {"mosaic_gpu"},
     )

@@ -29,6 +29,10 @@ The delta form is a plain recurrence of corrected values (`recurrence_delta`). O
 the corrected values and the states, and one the gradients of states. The others compute the output
 and the gradients of all blocks from these.
 
+With separate removed vectors (a_t in place of k_t), a token of the delta form is two tokens. The
+first decays the state, recalls with b_t, and writes what it recalls, negative, to a_t. The second
+writes v_t to k_t, without decay, and the query reads after it.
+
 The first token of a document has a log decay of -inf. This is safe, as all kernels exponentiate
 sums of log decays and never subtract log decays.
 
@@ -252,8 +256,6 @@ def refusal(config: Config, x: Inputs) -> str | None:
     terms = jax.eval_shape(config.terms, x.parameters, x.queries, x.keys)
     dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
     features, values = x.state.shape[-2:]
-    if terms.removed is not None:
-        return "takes the delta form that removes at the key, not at a separate removal key"
     if terms.value_log_decay is not None:
         return "takes decays of heads and of features, not of values"
     if terms.recalled is not None and terms.bonus is not None:
@@ -342,6 +344,8 @@ def backward(
         read, _ = kernels.forward(how, arrays, _one_batch(x.state, 3))
     if summed.is_output(config):
         d_read = _masked(x, d_output)
+        if _has_two_writes(config, x):
+            d_read = _alternating(jnp.zeros_like(d_read), d_read)
         d_own = d_least = None
     else:
         if read is None:  # the gradient does not depend on the value of `read`
@@ -390,6 +394,8 @@ def _corrected(kernels, how, x, summed, arrays):
 
 def _narrow(config, x, summed) -> Arrays:
     """Replaces terms by the 16-bit inputs that they are, or for queries by input and scale."""
+    if _has_two_writes(config, x):
+        return summed.arrays
     queries, keys = clear(x.queries, x.tokens.query_mask), clear(x.keys, x.tokens.key_mask)
     given = x.parameters, queries, keys
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, x.state.dtype), given)
@@ -459,7 +465,10 @@ def _summed(config, x, parameters, queries, keys) -> _Summed:
     if terms.recalled is not None:
         kept = None if starts is None else ~starts
         recalled = _one_batch(clear(terms.recalled, kept), 3)
-        return _Summed(Arrays(query, key, value, log_decay), None, recalled, terms.least)
+        arrays = Arrays(query, key, value, log_decay)
+        if terms.removed is not None:
+            arrays, recalled = _two_writes(arrays, _one_batch(terms.removed, 3), recalled)
+        return _Summed(arrays, None, recalled, terms.least)
     if terms.bonus is None:
         return _Summed(Arrays(query, key, value, log_decay), least=terms.least)
     heads, (batch, length, key_heads, features) = query.shape[2], key.shape
@@ -473,6 +482,30 @@ def _summed(config, x, parameters, queries, keys) -> _Summed:
     )
     log_decay = None if log_decay is None else _shifted("log_decay", log_decay, starts)
     return _Summed(Arrays(query, key, value, log_decay), own, least=terms.least)
+
+
+def _has_two_writes(config, x):
+    """Returns whether a token writes to its key and to a removed vector."""
+    return jax.eval_shape(config.terms, x.parameters, x.queries, x.keys).removed is not None
+
+
+def _two_writes(arrays, removed, recalled):
+    """Returns arrays and recalled vectors of 2 T tokens, see the docstring of this file."""
+    query, key, value, log_decay, _ = arrays
+    later = None if log_decay is None else _alternating(log_decay, jnp.zeros_like(log_decay))
+    arrays = Arrays(
+        _alternating(jnp.zeros_like(query), query),
+        _alternating(removed, key),
+        _alternating(jnp.zeros_like(value), value),
+        later,
+    )
+    return arrays, _alternating(recalled, jnp.zeros_like(recalled))
+
+
+def _alternating(first, second):
+    """Tokens of two arrays `(B, T, ...)` in turn, `(B, 2 T, ...)`."""
+    both = jnp.stack([first, second], 2)
+    return both.reshape(first.shape[0], -1, *first.shape[2:])
 
 
 def _shifted(name, array, starts):
@@ -506,6 +539,8 @@ def _output(config, x, read, own, least):
     """Returns the output `(*B, T, heads, D)` in its dtype, from `read` `(B, T, heads, D)`."""
     if own is not None:
         read = read[:, :-1] + own
+    if _has_two_writes(config, x):
+        read = read[:, 1::2]
     output = read.reshape(*x.state.shape[:-3], *read.shape[1:])
     output = divided(config, output, least)
     return clear(output, x.tokens.query_mask).astype(config.dtype)

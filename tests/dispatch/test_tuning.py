@@ -205,6 +205,15 @@ def test_untuned_recurrences_take_kernels_on_one_hopper_gpu(beside):
         assert kernels_of(attend, *half(length)) == kernels
 
 
+def test_rwkv7_takes_kernels_if_they_are_named(beside):
+    beside("9.0")
+    query, key, value = half(128)
+    of_features = {"removal_key": key, "learning_rate": key, "log_decay": -(key**2)}
+    for named, kernels in ((None, set()), ("triton", {TRITON})):
+        attend = functools.partial(effattn.rwkv7_attention, **of_features, implementation=named)
+        assert kernels_of(attend, query, key, value) == kernels
+
+
 def test_tuning_starts_from_xla_beside_a_gpu(beside, only_traced):
     beside("9.0")
     trial = cache.Trial({})

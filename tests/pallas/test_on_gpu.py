@@ -233,6 +233,7 @@ compiled = functools.partial(recurrence_cases.recurrence, interpreted=False)
         (130, "none", (4, 2, 2), (64, 64), False, "delta"),
         (300, "token", (2, 2, 2), (128, 128), False, "delta"),
         (130, "feature", (2, 2, 2), (256, 64), False, "delta"),
+        (300, "feature", (2, 2, 2), (64, 64), False, "own"),
     ],
 )
 def test_recurrences_agree_with_one_token_at_a_time(
@@ -292,6 +293,7 @@ def test_recurrences_in_sixteen_bits(decay, form, dtype, kernel):
         (300, "feature", (4, 2, 2), (128, 128), "plain"),
         (100, "feature", (2, 2, 2), (40, 70), "bonus"),
         (300, "feature", (2, 2, 2), (64, 64), "delta"),
+        (300, "feature", (2, 2, 2), (64, 64), "own"),
     ],
 )
 def test_recurrences_of_mosaic_gpu_agree_with_one_token_at_a_time(

@@ -77,6 +77,7 @@ def assert_near(ours, expected, most=0.006):
         slow(130, "feature", (2, 1, 1), (70, 40), "plain"),
         slow(100, "feature", (1, 1, 1), (40, 70), "bonus"),
         slow(130, "feature", (1, 1, 1), (5, 6), "delta"),
+        slow(70, "feature", (1, 1, 1), (5, 6), "own"),
     ],
 )
 def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, form):

@@ -89,7 +89,13 @@ def test_the_delta_form_agrees_with_one_token_at_a_time(length, decay, heads):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("decay", "form"),
-    [("none", "bonus"), ("token", "plain"), ("feature", "plain"), ("none", "delta")],
+    [
+        ("none", "bonus"),
+        ("token", "plain"),
+        ("feature", "plain"),
+        ("none", "delta"),
+        ("feature", "own"),
+    ],
 )
 def test_documents_and_masks(decay, form):
     args = draw(103, decay, (2, 1, 1), (5, 6), form=form)

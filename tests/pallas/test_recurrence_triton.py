@@ -63,6 +63,21 @@ def test_the_delta_form_agrees_with_one_token_at_a_time():
     assert not np.any(ours[1][0].log_decay[:, 66])
 
 
+@pytest.mark.parametrize(
+    ("decay", "heads", "normalized"),
+    [
+        ("feature", (2, 1, 1), False),
+        slow("none", (1, 1, 2), False),
+        slow("token", (2, 2, 2), True),
+    ],
+)
+def test_removed_vectors_of_their_own(decay, heads, normalized):
+    """A token is two tokens of the kernels: one removes, one writes."""
+    args = draw(70, decay, heads, (5, 6), normalized, form="own", seed=1)
+    ours = with_gradients(functools.partial(recurrence, normalized=normalized), *args)
+    assert_near(ours, exact(*args, normalized=normalized))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("decay", "form", "sizes", "normalized"),
@@ -73,6 +88,7 @@ def test_the_delta_form_agrees_with_one_token_at_a_time():
         ("none", "bonus", (5, 6), False),
         ("feature", "bonus", (5, 6), False),
         ("feature", "delta", (5, 6), False),
+        ("feature", "own", (5, 6), False),
     ],
 )
 def test_documents_and_masks(decay, form, sizes, normalized):
@@ -373,13 +389,9 @@ def test_what_it_does_not_take_another_does(given, message):
         jax.jit(lambda: call(**given, implementation=("triton", "xla"))).lower()
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [("removed", "removes at the key"), ("bonus", "takes the delta form without a bonus")],
-)
-def test_delta_forms_that_no_kernel_takes(more, message):
+def test_no_kernel_takes_the_delta_form_with_a_bonus():
     terms, state = draw(5, "token", (2, 2, 2), (3, 4), form="delta")
-    with_more = {"removed": terms.key, "bonus": terms.key[0, 0]}[more]
     config = Config(as_they_are, jnp.float32)
-    x = Inputs({more: with_more}, state, terms.query, terms[1:], ALL)
+    x = Inputs({"bonus": terms.key[0, 0]}, state, terms.query, terms[1:], ALL)
+    message = "takes the delta form without a bonus"
     assert message in linear_recurrence.refusal(config, x)

@@ -35,6 +35,7 @@ TOKEN, FEATURE = ((2, 2, 4), (70, 66)), ((4, 2, 2), (40, 20))
         slow(130, "feature", *FEATURE, False, "plain"),
         slow(130, "token", (2, 2, 4), (70, 20), True, "delta"),
         slow(70, "feature", (4, 2, 2), (5, 6), False, "delta"),
+        slow(70, "feature", (2, 1, 1), (5, 6), False, "own"),
         slow(70, "feature", (4, 2, 2), (5, 6), False, "bonus"),
     ],
 )
