@@ -289,6 +289,7 @@ def test_recurrences_in_sixteen_bits(decay, form, dtype, kernel):
         (300, "head", (2, 2, 2), (128, 192), "bonus"),
         (4000, "token", (1, 1, 1), (64, 64), "plain"),  # walked in pieces
         (300, "token", (2, 2, 4), (128, 128), "delta"),
+        (300, "token", (4, 2, 2), (64, 128), "delta"),
         (300, "none", (2, 2, 2), (64, 70), "delta"),
         (300, "feature", (4, 2, 2), (128, 128), "plain"),
         (100, "feature", (2, 2, 2), (40, 70), "bonus"),

@@ -38,8 +38,7 @@ LIMITS = dispatch.Limits(
     ("bfloat16",),
     256,
     "Hopper; states of up to 24,576 numbers after padding to multiples of 64; with decays of "
-    "features and in the delta form up to 128 features and values; in the delta form at least as "
-    "many value heads as query heads",
+    "features and in the delta form up to 128 features and values",
 )
 _MOST_ENTRIES = 128 * 192  # of a state: the gradients keep two states in shared memory
 _MOST_PREPARED = 128  # features, and values, where XLA prepares chunks
@@ -76,12 +75,6 @@ def _refusal_of_terms(config, x):
             f"takes up to {_MOST_PREPARED} features and values with decays of features and in the "
             f"delta form, got {features} and {values}"
         )
-    heads = terms.query.shape[-2], terms.value.shape[-2]
-    if terms.recalled is not None and heads[0] > heads[1]:
-        return (
-            "takes at least as many value heads as query heads in the delta form, got "
-            f"{heads[1]} and {heads[0]}"
-        )
     return None
 
 
@@ -105,10 +98,10 @@ def _backward(how: How, arrays: Arrays, state, d_out, d_state) -> Gradients:
     call = _call(how, arrays)
     plan, d_out = call.plan, _as_read(d_out)
     states, _ = call.states(state)
-    co_states, first = call.states_back(d_out, _of_first_heads(plan, d_state))
+    co_states, first = call.states_back(d_out, _of_first_heads(plan.group, d_state))
     query, key, value, log_decay = call.gradients(states, co_states, d_out)
-    first = recurrence.whole_state(arrays, _over_group(plan, first, 1))
-    value = _over_group(plan, _of_shape(plan, value, arrays.value), 2)
+    first = recurrence.whole_state(arrays, _over_group(plan.group, first, 1))
+    value = _over_group(plan.group, _of_shape(plan, value, arrays.value), 2)
     return Gradients(query, key, value, log_decay, first)
 
 
@@ -118,7 +111,8 @@ def _read(how: How, arrays: Arrays, states: jax.Array) -> jax.Array:
 
 def _gradients(how: How, arrays: Arrays, states, co_states, d_out):
     call = _call(how, arrays)
-    query, key, _, log_decay = call.gradients(states, co_states, _as_read(d_out), with_value=False)
+    co_states, d_out = _of_first_heads(call.plan.group, co_states), _as_read(d_out)
+    query, key, _, log_decay = call.gradients(states, co_states, d_out, with_value=False)
     return query, key, log_decay
 
 
@@ -141,14 +135,25 @@ def _correct_back(how: How, arrays: Arrays, chunks: Chunks, d_state: jax.Array):
 
 
 def _corrected(how, arrays, chunks, state, *, reverse):
+    plan, (features, values) = Plan.of(how, arrays), state.shape[2:]
     operands = {name: getattr(chunks, name) for name in ("recalled", "key", "value")}
-    if reverse:  # one head of the output reads each value head
-        operands |= {name: getattr(chunks, name)[:, :, :, 0] for name in ("query", "d_out")}
     operands["kept"] = chunks.kept[..., 0]
-    plan = Plan.of(how, arrays)
+    if reverse:
+        # A walk is linear: each head of the output has a walk of its own over what it reads. Where
+        # devices share a value head, there are more of these heads than in `plan`.
+        group = chunks.query.shape[3]
+        operands |= {
+            name: jnp.repeat(operands[name], group, 1) for name in ("recalled", "key", "kept")
+        }
+        operands["value"], state = (_of_first_heads(group, x) for x in (chunks.value, state))
+        for name in ("query", "d_out"):
+            by_group = jnp.moveaxis(getattr(chunks, name), 3, 2)
+            operands[name] = by_group.reshape(len(by_group), -1, *by_group.shape[3:])
     states, last, found = recurrence_prepared_walk.walk(plan, operands, state, reverse=reverse)
-    found = found[..., : state.shape[3]].astype(jnp.float32)
-    return found, states, last[..., : state.shape[2], : state.shape[3]]
+    found = found[..., :values].astype(jnp.float32)
+    if reverse:
+        found, states, last = (_over_group(group, x, 1) for x in (found, states, last))
+    return found, states, last[..., :features, :values]
 
 
 KERNELS = recurrence.Kernels(_forward, _backward, _read, _gradients, _correct, _correct_back)
@@ -191,7 +196,7 @@ class _ByToken:
             wanted=("query", "key", "value") if with_value else ("query", "key"),
         )
         query = _of_shape(plan, found["query"], arrays.query)
-        key = _over_group(plan, _of_shape(plan, found["key"], arrays.key), 2)
+        key = _over_group(plan.group, _of_shape(plan, found["key"], arrays.key), 2)
         log_decay = None
         if self.sums is not None:
             log_decay = _d_log_decay(plan, arrays.log_decay, self.sums, sums_of_pairs)
@@ -218,7 +223,7 @@ class _ByFeature:
         operands = {
             "query": chunks.query,
             "d_out": cut(CHUNK, d_out[:, : plan.length], plan.heads),
-            "kept": jnp.repeat(chunks.kept, plan.heads // plan.value_heads, 1),
+            "kept": jnp.repeat(chunks.kept, plan.group, 1),
         }
         return recurrence_prepared_walk.walk(plan, operands, d_state, reverse=True)
 
@@ -234,9 +239,9 @@ class _ByFeature:
         query, key, weights, kept = (x.astype(jnp.float32) for x in found)
         d_chunks = recurrence_prepared.Prepared(
             query[..., :features],
-            _over_group(plan, key[..., :features], 1),
+            _over_group(plan.group, key[..., :features], 1),
             weights,
-            _over_group(plan, kept[..., :features], 1),
+            _over_group(plan.group, kept[..., :features], 1),
         )
         d_query, d_key, d_log_decay = self.pull_back(d_chunks)
         d_log_decay = jnp.where(jnp.isneginf(self.log_decay), 0, d_log_decay)
@@ -261,20 +266,23 @@ def _of_shape(plan, gradient, like):
     return gradient[:, : plan.length, :, : like.shape[3]].astype(jnp.float32)
 
 
-def _of_first_heads(plan, state):
-    """Gives the state of each value head to the first of the output heads that read it.
+def _of_first_heads(group, x):
+    """Gives an array of each value head, `(B, V, ...)`, to the first output head that reads it.
 
-    The others get zeros, so that a sum over these heads counts the state once.
+    The other heads of a group get zeros, so that a sum over the group counts the array once.
     """
-    group = plan.heads // plan.value_heads
-    first = jnp.arange(plan.heads) % group == 0
-    return jnp.where(first[:, None, None], jnp.repeat(state, group, 1), 0)
+    if group == 1:
+        return x
+    first = jnp.arange(x.shape[1] * group) % group == 0
+    of_heads = first.reshape(-1, *(1,) * (x.ndim - 2))
+    return jnp.where(of_heads, jnp.repeat(x, group, 1), 0)
 
 
-def _over_group(plan, x, axis):
+def _over_group(group, x, axis):
     """Sums over the heads of the output that read one value head."""
-    shape = *x.shape[:axis], plan.value_heads, -1, *x.shape[axis + 1 :]
-    return x.reshape(shape).sum(axis + 1)
+    if group == 1:
+        return x
+    return x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :]).sum(axis + 1)
 
 
 def _d_log_decay(plan, log_decay, sums, sums_of_pairs):
@@ -284,9 +292,9 @@ def _d_log_decay(plan, log_decay, sums, sums_of_pairs):
         return x.reshape(*x.shape[:2], plan.chunks, CHUNK)
 
     of_queries, of_keys, later, inner = sums_of_pairs
-    kept = jnp.repeat(jnp.exp2(by_chunk(sums)[..., -1]), plan.heads // plan.value_heads, 1)
+    kept = jnp.repeat(jnp.exp2(by_chunk(sums)[..., -1]), plan.group, 1)
     at_end = kept * inner.sum(-1) + by_chunk(later).sum(-1)
     crossing = lax.cumsum(by_chunk(of_queries - of_keys), axis=3, reverse=True)
-    gradient = _over_group(plan, crossing + at_end[..., None], 1)
+    gradient = _over_group(plan.group, crossing + at_end[..., None], 1)
     gradient = gradient.reshape(*gradient.shape[:2], -1)[..., : plan.length]
     return jnp.where(jnp.isneginf(log_decay), 0, jnp.swapaxes(gradient, 1, 2))

@@ -66,6 +66,11 @@ class Plan:
         return max(self.query_heads, self.value_heads)
 
     @property
+    def group(self) -> int:
+        """Number of heads of the output that read one value head."""
+        return self.heads // self.value_heads
+
+    @property
     def tiles(self) -> tuple[int, int]:
         """Numbers of tiles of a state, along the features and along the values."""
         return self.features // ROWS, self.values // WIDTH
