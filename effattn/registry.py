@@ -188,7 +188,7 @@ class Mechanism:
         Left out are the rotary embedding if the mechanism `knows_order`, `max_length` if it is None
         or the mixer has none, and, of the options that the mixer lacks, those that are None or set
         up parts of other mixers (rotary embedding, normalisation of queries and keys, initialisers
-        and dtype of parameters).
+        and dtype of parameters; for a mixer without heads, their number and size).
         """
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -197,6 +197,8 @@ class Mechanism:
             left_out.add("max_length")
         if not open_ended:
             set_up = {name for name, option in options.items() if option is None} | _OF_PARTS
+            if "num_heads" not in parameters:
+                set_up |= {"num_kv_heads", "head_dim"}
             left_out |= set_up - parameters.keys()
         return {name: option for name, option in options.items() if name not in left_out}
 

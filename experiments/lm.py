@@ -98,7 +98,7 @@ class Config(TextOptions):
         if self.corpus in self.generated:
             of_text = ("tokenizer", "vocabulary", "eval_windows", "whole_documents", "probes")
             for name in (*of_text, *(("context",) if self.corpus == "digits" else ())):
-                given, usual = getattr(self, name), getattr(PRESETS["small"], name)
+                given, usual = getattr(self, name), getattr(PRESETS[self.preset], name)
                 need = f"must be left out with --corpus {self.corpus}, which is no text"
                 checks.require(given == usual, self, name, need)
         good = not self.probes or self.tokenizer == "bytes"

@@ -41,7 +41,6 @@ class Config(Options):
     batch: int = 64  # pairs per step
     steps: int = 600  # training steps
     optimiser: Literal["muon", "adamw"] = "adamw"  # muon is for matrices, with Adam for others
-    evaluate_every: int | None = 150  # steps between evaluations and checkpoints
     seeds: tuple[int, ...] = (0,)  # seeds of parameters and order of the pairs
     examples: int = 20000  # pairs to generate, or to read from a file at most
     # Held-out pairs; from a file, at most the distinct pairs of every tenth source. All pairs of a

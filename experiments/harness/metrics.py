@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,10 @@ from typing import Any
 from experiments.harness.errors import UserError
 from experiments.harness.schedules import Schedule
 
-NO_ROWS: Mapping[str, Collection[str]] = MappingProxyType({})
+# Keys that an object must have; a mapping also has the condition that each value must meet.
+Keys = Collection[str] | Mapping[str, Callable[[Any], bool]]
+
+NO_ROWS: Mapping[str, Keys] = MappingProxyType({})
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -39,7 +42,7 @@ def _unwritten(path: Path, error: OSError) -> UserError:
 
 
 def read_json(
-    path: Path, keys: Collection[str], remedy: str, rows: Mapping[str, Collection[str]] = NO_ROWS
+    path: Path, keys: Keys, remedy: str, rows: Mapping[str, Keys] = NO_ROWS
 ) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
@@ -56,7 +59,7 @@ def read_json(
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         found = None
-    if not _has(found, {*keys, *rows}) or not all(
+    if not (_has(found, keys) and _has(found, rows.keys())) or not all(
         isinstance(found[key], list) and all(_has(row, needed) for row in found[key])
         for key, needed in rows.items()
     ):
@@ -64,9 +67,12 @@ def read_json(
     return found
 
 
-def _has(value: Any, keys: Collection[str]) -> bool:
+def _has(value: Any, keys: Keys) -> bool:
     """Returns whether this is an object with all these keys."""
-    return isinstance(value, dict) and value.keys() >= set(keys)
+    if not isinstance(value, dict) or not value.keys() >= set(keys):
+        return False
+    conditions = keys.items() if isinstance(keys, Mapping) else ()
+    return all(is_right(value[key]) for key, is_right in conditions)
 
 
 def read(path: Path, schedule: Schedule, step: int) -> list[dict[str, Any]]:
@@ -103,7 +109,7 @@ def _checked(line: bytes, step: int, is_evaluation: bool) -> dict[str, Any]:
         if key not in record:
             raise ValueError(f"no {key}")
     for key, value in record.items():
-        is_right = _is_number if key in ("step", "tokens", "seconds") else _is_measure
+        is_right = is_number if key in ("step", "tokens", "seconds") else is_measure
         if not is_right(value):
             raise ValueError(f"{key} is {value!r}, which is not a number")
     if record["step"] != step:
@@ -113,16 +119,17 @@ def _checked(line: bytes, step: int, is_evaluation: bool) -> dict[str, Any]:
     return record
 
 
-def _is_measure(value: Any) -> bool:
+def is_measure(value: Any) -> bool:
     """Returns whether this is a number, None for one that overflows, or a tree of these."""
     if isinstance(value, dict):
-        return all(map(_is_measure, value.values()))
+        return all(map(is_measure, value.values()))
     if isinstance(value, list):
-        return bool(value) and all(map(_is_measure, value))
-    return value is None or _is_number(value)
+        return bool(value) and all(map(is_measure, value))
+    return value is None or is_number(value)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Returns whether this is a number of JSON."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -116,6 +116,7 @@ class Programs:
         loss is the mean over all targets.
         The program reuses the memory of `params` and `optimiser_state`.
       evaluate: `(params, batch) -> scores`; the arrays of batch and scores are `(n, B, ...)`.
+      draw: `(params, number () int) -> params` with new random features.
       load: `(params, batch) -> (load (L, E), dropped (L,))` of the L layers that have E experts.
       has_experts: whether the model has experts.
       parameters: number of trained parameters.
@@ -159,7 +160,7 @@ class Programs:
         )
         self.evaluate = ByShape(self._evaluate, devices, out_shardings=everywhere)
         self.load = ByShape(self._load, devices, out_shardings=everywhere)
-        self.draw = jax.jit(self._draw, out_shardings=of_params)
+        self.draw = ByShape(self._draw, out_shardings=of_params)
         self.parameters = _total(params["trained"], lambda leaf: leaf.size)
         self.state_bytes = None
         if task.model == "language_model" and task.is_causal:

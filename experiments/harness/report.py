@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from experiments.harness import machine
 from experiments.harness.comparison import Comparison
 from experiments.harness.errors import UserError
-from experiments.harness.metrics import read_json, write_atomically
+from experiments.harness.metrics import is_measure, is_number, read_json, write_atomically
 from experiments.harness.naming import REFERENCE
 
 if TYPE_CHECKING:
@@ -22,20 +22,34 @@ Row = dict[str, Any]
 # Version of the keys of `summary.json`.
 SCHEMA = 2
 
-# Keys of a result, beside the measures of its task.
-OF_RUN = (
-    "mechanism",
-    "seed",
-    "learning_rate",
-    "loss",
-    "held_out",
-    "tokens",
-    "tokens_per_second",
-    "parameters",
-    "state_bytes",
-    "temporary_bytes",
-    "curve",
-)
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_tree(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind) and bool(value) and is_measure(value)
+
+
+# Keys of a result, with the conditions on their values, beside the measures of its task.
+OF_RUN: Mapping[str, Callable[[Any], bool]] = {
+    "mechanism": _is_text,
+    "seed": _is_whole,
+    "learning_rate": is_number,
+    "loss": is_measure,
+    "held_out": _is_tree(dict),
+    "tokens": is_number,
+    "tokens_per_second": is_number,
+    "parameters": is_number,
+    "state_bytes": lambda value: value is None or is_number(value),
+    "temporary_bytes": is_number,
+    "curve": _is_tree(list),
+}
+_OF_ROW = {key: OF_RUN[key] for key in OF_RUN if key not in ("seed", "loss", "curve")}
 
 # These measures are shown as percentages.
 SHARES = frozenset({"accuracy", "exact", "near", "far", "near_dear", "far_dear"})
@@ -291,7 +305,8 @@ def _read_summary(
     if not path.is_file():
         raise UserError(f"{path} is gone; {remedy}")
     again = f"delete it and {markdown}; the same command writes both again"
-    rows = dict.fromkeys((key for key in keys if key in ("runs", "sweep")), OF_RUN)
+    of_rows = {"mechanisms": _OF_ROW, "runs": OF_RUN, "sweep": OF_RUN}
+    rows = {key: of_rows[key] for key in keys if key in of_rows}
     found = read_json(path, keys, again, rows)
     if found.get("schema", SCHEMA) != SCHEMA:
         raise UserError(

@@ -84,7 +84,7 @@ def presets(options: type[Config]) -> dict[str, Config]:
         "small": options(),
         # Hours on two cores.
         "medium": options(preset="medium", layers=4, width=128, context=256, steps=2000),
-        # Windows of whole addresses: does a mechanism use what is far? Minutes a run on a core.
+        # Windows within one address: does a mechanism use what is far? Minutes a run on a core.
         "long": options(
             preset="long",
             context=4096,
@@ -105,7 +105,6 @@ def presets(options: type[Config]) -> dict[str, Config]:
             batch=32,
             steps=500,
             precision="bfloat16",
-            evaluate_every=100,
             eval_windows=128,
         ),
     }

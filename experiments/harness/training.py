@@ -119,14 +119,14 @@ def train(
                 tokens += batch.inputs[0].size
                 batch = in_parts(batch, schedule.batch // schedule.accumulate)
                 if programs.redraw and step and step % programs.redraw == 0:
-                    params = programs.draw(params, step // programs.redraw)
+                    params = programs.draw(params, np.int32(step // programs.redraw))
                 arguments = (params, optimiser_state, np.float32(run.learning_rate), batch)
                 if not programs.step.knows(batch):
                     log(0)
                     paused = time.perf_counter()
                     programs.step.warm_up(*arguments)
                     if programs.redraw:
-                        programs.draw(params, 0)
+                        programs.draw.warm_up(params, np.int32(0))
                     started += time.perf_counter() - paused
                 params, optimiser_state, loss = programs.step(*arguments)
                 step += 1

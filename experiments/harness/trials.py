@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.harness import machine, metrics, processes, report
+from experiments.harness.errors import UserError
 from experiments.harness.naming import folder_name
 from experiments.harness.programs import Programs
 from experiments.harness.progress import Progress
@@ -58,7 +59,10 @@ class Trials:
         earlier = self.known.get((mechanism, learning_rate, seed))
         if path.is_file():
             remedy = f"delete {path} to measure that run again"
-            earlier = metrics.read_json(path, (*report.OF_RUN, self.task.headline), remedy)
+            measures = dict.fromkeys(self.task.columns.values(), metrics.is_measure)
+            earlier = metrics.read_json(path, {**report.OF_RUN, **measures}, remedy)
+            if key_of(earlier) != (mechanism, learning_rate, seed):
+                raise UserError(f"{path} is the result of another run; {remedy}")
         if earlier is not None:
             with self.progress.begin(name, self.schedule.steps):
                 return earlier

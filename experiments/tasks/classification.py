@@ -4,11 +4,12 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from experiments.harness.errors import UserError
+from experiments.tasks import sources
 from experiments.tasks.task import Batch, Task, generator, require
 
 
@@ -74,6 +75,14 @@ class Classification(Task):
                     f"be 0 to {self.num_classes - 1}; the data have another form, or are damaged"
                 )
         return sets
+
+    def settings(self) -> dict[str, Any]:
+        """As in `Task`; data at a path also have a digest, because files may change."""
+        found = super().settings()
+        if not found.get("path"):
+            return found
+        arrays = [array for part in self.sets.values() for array in part if array is not None]
+        return found | sources.digest(arrays)
 
     def training(self, size: int, seed: int, step: int) -> Batch:
         """Returns a batch of an epoch, which is shuffled anew; the last few examples are left out.

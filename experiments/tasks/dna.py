@@ -4,12 +4,12 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from experiments.harness.errors import UserError
-from experiments.tasks.sources import packaged
+from experiments.tasks.sources import digest, packaged
 from experiments.tasks.task import Batch, BitsTask, Task, generator, require
 
 BASES = b"ACGT"
@@ -58,6 +58,11 @@ class NextBase(BitsTask):
             )
         train, validation, test = np.split(bases, [len(bases) - 2 * held, len(bases) - held])
         return {"train": train, "validation": validation, "test": test}
+
+    def settings(self) -> dict[str, Any]:
+        """As in `Task`; a file at a path also has a digest, because it may change."""
+        found = super().settings()
+        return found | digest(list(self.parts.values())) if self.path else found
 
     def training(self, size: int, seed: int, step: int) -> Batch:
         train = self.parts["train"]

@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -85,12 +86,12 @@ class MNIST(Images):
         }
 
     def _released(self, folder: Path, part: str) -> Examples:
-        pixels = _idx(folder, f"{part}-images-idx3", 16)
-        labels = _idx(folder, f"{part}-labels-idx1", 8)
-        if len(pixels) != len(labels) * self.length:
+        pixels = _idx(folder, f"{part}-images-idx3", (self.side, self.side))
+        labels = _idx(folder, f"{part}-labels-idx1", ())
+        if len(pixels) != len(labels):
             raise UserError(
-                f"the files {part}-* in {folder} have {len(labels)} labels, and pixels for "
-                f"{len(pixels) / self.length:g} images; one of these files is not complete"
+                f"the files {part}-* in {folder} have {len(labels)} labels and {len(pixels)} "
+                "images; one of these files is not complete"
             )
         return self._examples(pixels, labels)
 
@@ -115,20 +116,36 @@ class MNIST(Images):
         return split(examples, {"train": len(labels) - 2 * held, "validation": held, "test": held})
 
 
-def _idx(folder: Path, name: str, header: int) -> np.ndarray:
-    """Returns the bytes of a file after its header.
+def _idx(folder: Path, name: str, sizes: tuple[int, ...]) -> np.ndarray:
+    """Returns the array of bytes `(n, *sizes)` in a file of the IDX form.
+
+    The header is big-endian: two bytes of zero, the type (8 for bytes), the number of axes, and the
+    length of each axis in four bytes.
 
     Raises:
-      UserError: the file is missing, or not complete.
+      UserError: the file is missing or not complete, or has another form.
     """
     file = folder / f"{name}-ubyte"
     packed = folder / f"{name}-ubyte.gz"
     try:
         content = gzip.decompress(packed.read_bytes()) if packed.is_file() else file.read_bytes()
-        return np.frombuffer(content, np.uint8, offset=header)
-    # NumPy raises ValueError if the file is shorter than the header.
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file} or {packed.name}: {error}") from None
+    axes = 1 + len(sizes)
+    values = content[4 + 4 * axes :]
+    try:
+        count, *given = np.frombuffer(content, ">u4", axes, 4).tolist()
+    except ValueError:  # shorter than the header
+        count, given = 0, [-1]
+    if not content.startswith(bytes([0, 0, 8, axes])) or tuple(given) != sizes:
+        of = "numbers" if not sizes else f"images of {' by '.join(map(str, sizes))}"
+        raise UserError(f"{file} or {packed.name} is no IDX file of bytes that are {of}")
+    if len(values) != count * math.prod(sizes):
+        raise UserError(
+            f"{file} or {packed.name} is not complete: its header tells of {count} items, and it "
+            f"has {len(values) / math.prod(sizes):g}"
+        )
+    return np.frombuffer(values, np.uint8).reshape(count, *sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,6 +241,10 @@ class MNISTPixels(NextPixel):
 
     images: Images = MNIST()
     path: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """As in `Task`, with the settings of the images that are read."""
+        return super().settings() | {"images": self._read.settings()}
 
     @functools.cached_property
     def _read(self) -> Images:

@@ -56,8 +56,9 @@ class MultiQueryRecall(Synthetic):
 
     def check(self, *sizes: int) -> None:
         length, pairs = sizes
+        require(pairs >= 1, f"pairs must be at least 1, got {pairs}")
         require(
-            1 <= pairs < self.vocabulary // 2,
+            pairs < self.vocabulary // 2,
             f"{pairs} pairs need a vocabulary of {2 * pairs + 2} or more",
         )
         require(

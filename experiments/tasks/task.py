@@ -122,10 +122,7 @@ class Task(abc.ABC):
         return measures
 
     def settings(self) -> dict[str, Any]:
-        """Returns what the examples depend on, as values for JSON.
-
-        This is for tasks whose fields are sizes.
-        """
+        """Returns what the examples depend on, as values for JSON: the fields, which are sizes."""
         return dataclasses.asdict(self)
 
     def sample(self, model: Any, seed: int) -> dict[str, Any]:

@@ -56,6 +56,13 @@ def test_published_presets_train_as_long_as_the_publications(name):
     assert config.rates == pytest.approx(rates, rel=0.02)
 
 
+@pytest.mark.parametrize("command", [adaptive, classify, lra, recall, seq2seq, states, lm, mlm])
+def test_short_runs_are_evaluated_several_times(command):
+    """Curves of 50 steps have eight points."""
+    config = command.Config(steps=50)
+    assert config.steps // config.steps_between_evaluations == 8
+
+
 def check_builds(config, task):
     for mechanism in config.mechanisms:
         assert models.count_parameters(models.builder(mechanism, config, task)) > 0

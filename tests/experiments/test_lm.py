@@ -460,6 +460,15 @@ def test_options_override_their_preset():
     assert lm.parse(["--sweep", "0.5", "0.1"]).rates == (0.5, 0.1)
 
 
+@pytest.mark.parametrize("name", lm.PRESETS)
+@pytest.mark.parametrize("corpus", lm.Config.generated)
+def test_every_preset_takes_images_and_dna(name, corpus):
+    """What a preset sets for text must not be refused as if the user had given it."""
+    lm.parse(["--preset", name, "--corpus", corpus]).check()
+    with pytest.raises(UserError, match="--eval-windows must be left out with --corpus"):
+        lm.parse(["--preset", name, "--corpus", corpus, "--eval-windows", "3"]).check()
+
+
 @pytest.mark.parametrize("name", slow_but_for(["small"], lm.PRESETS))
 def test_presets_are_named_as_they_are_asked_for_and_fit_together(name):
     assert lm.PRESETS[name].preset == name

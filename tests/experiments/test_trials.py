@@ -26,7 +26,7 @@ def one(tmp_path, monkeypatch, lines):
         run.folder.mkdir()
         trained.append(run)
         record = {"step": 4, "tokens": 8, "seconds": 2.0, "loss": run.learning_rate}
-        record["temporary_bytes"] = 6
+        record |= {"temporary_bytes": 6, "accuracy": 0.5}
         at = {"tokens": 8, "seconds": 2.0}
         losses = [{"step": step, **at, "train_loss": 9.0} for step in range(1, 5)]
         records = [*losses[:2], {**record, "step": 2}, *losses[2:], record]
@@ -46,6 +46,7 @@ def one(tmp_path, monkeypatch, lines):
 def test_a_result_has_the_record_and_all_held_out_sets(one):
     result = one.run("softmax", 2.0, 5)
     record = {"step": 4, "tokens": 8, "seconds": 2.0, "loss": 2.0, "temporary_bytes": 6}
+    record["accuracy"] = 0.5
     assert result == {
         "mechanism": "softmax",
         "seed": 5,
@@ -81,6 +82,32 @@ def test_a_damaged_result_is_one_sentence(one, content):
     result = one.run("softmax", 2.0, 0)
     (one.folder / result["folder"] / "result.json").write_text(content)
     with pytest.raises(UserError, match=r"result\.json is damaged; delete .* measure that run"):
+        one.run("softmax", 2.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("loss", "low"),
+        ("accuracy", [True]),
+        ("seed", 0.5),
+        ("tokens", None),
+        ("held_out", {}),
+        ("curve", {"loss": 1.0}),
+    ],
+)
+def test_a_result_of_another_form_is_damaged(one, key, value):
+    result = one.run("softmax", 2.0, 0)
+    (one.folder / result["folder"] / "result.json").write_text(json.dumps({**result, key: value}))
+    with pytest.raises(UserError, match=r"result\.json is damaged; delete .* measure that run"):
+        one.run("softmax", 2.0, 0)
+
+
+@pytest.mark.parametrize(("key", "value"), [("mechanism", "linear"), ("seed", 1)])
+def test_the_result_of_another_run_is_refused(one, key, value):
+    result = one.run("softmax", 2.0, 0)
+    (one.folder / result["folder"] / "result.json").write_text(json.dumps({**result, key: value}))
+    with pytest.raises(UserError, match=r"result\.json is the result of another run; delete"):
         one.run("softmax", 2.0, 0)
 
 

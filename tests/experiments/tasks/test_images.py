@@ -22,6 +22,9 @@ def test_digits_are_those_of_the_package():
     np.testing.assert_array_equal(np.concatenate([part.labels for part in sets]), digits.target)
 
 
+PIXELS = TASKS["mnist_pixels"]["small"]
+
+
 def idx(values, *shape):
     """An idx file of bytes: a magic number, the sizes, and the values."""
     header = bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
@@ -58,15 +61,21 @@ def test_released_digits_that_are_not_complete_are_one_sentence(tmp_path):
     task = MNIST(path=str(tmp_path))
     assert len(task.load()["test"].labels) == 20
     for content, found in (
-        (labels[:-1], "19 labels, and pixels for 20"),
-        (labels[:5], "cannot read"),
+        (labels[:-1], "not complete: its header tells of 20 items, and it has 19"),
+        (labels[:5], "no IDX file of bytes that are numbers"),
+        (idx(np.arange(19) % 10, 19), "have 19 labels and 20 images"),
+        (b"?" + labels[1:], "no IDX file of bytes that are numbers"),
     ):
         (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(content)
         with pytest.raises(UserError, match=found):
             task.load()
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(images[:-392])
-    with pytest.raises(UserError, match="train-.* 20 labels, and pixels for 19.5 images"):
-        task.load()
+    for content, found in (
+        (images[:-392], "not complete: its header tells of 20 items, and it has 19.5"),
+        (idx(np.zeros(20 * 784), 80, 14, 14), "no IDX file of bytes that are images of 28 by 28"),
+    ):
+        (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
+        with pytest.raises(UserError, match=found):
+            task.load()
     packed = gzip.compress(images)
     for content in (packed[:-9], packed[:30] + b"?" + packed[31:]):
         (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(content)
@@ -77,7 +86,7 @@ def test_released_digits_that_are_not_complete_are_one_sentence(tmp_path):
 def test_pixels_are_those_of_the_images_at_the_path(tmp_path):
     for digit in range(10):
         (tmp_path / f"{digit}.json").write_text(json.dumps({"data": [digit / 10] * 3136}))
-    task = dataclasses.replace(TASKS["mnist_pixels"]["small"], path=str(tmp_path))
+    task = dataclasses.replace(PIXELS, path=str(tmp_path))
     batch = task.held_out()["validation"]
     np.testing.assert_array_equal(
         batch.targets, MNIST(path=str(tmp_path)).sets["validation"].tokens
@@ -158,3 +167,17 @@ def test_bits_per_dimension_of_the_uniform_model():
     batch = task.held_out()["validation"]
     scores = Scores(np.full(batch.targets.shape, math.log(5)), np.zeros(batch.targets.shape, bool))
     assert task.measure("validation", batch, scores)[task.headline] == pytest.approx(math.log2(5))
+
+
+def test_settings_tell_what_was_read(tmp_path):
+    """A run must not go on with other files at the same path."""
+    found = []
+    for shade in (0, 1):
+        for digit in range(10):
+            (tmp_path / f"{digit}.json").write_text(json.dumps({"data": [shade] * 3136}))
+        tasks = MNIST(path=str(tmp_path)), dataclasses.replace(PIXELS, path=str(tmp_path))
+        found.append([task.settings() for task in tasks])
+        assert found[-1][1]["images"] == found[-1][0]
+    first, second = (settings["data_sha256"] for settings, _ in found)
+    assert first != second and found[0][0] == {**found[1][0], "data_sha256": first}
+    assert "data_sha256" not in MNIST().settings()
