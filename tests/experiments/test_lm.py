@@ -463,7 +463,7 @@ def test_options_override_their_preset():
 @pytest.mark.parametrize("name", lm.PRESETS)
 @pytest.mark.parametrize("corpus", lm.Config.generated)
 def test_every_preset_takes_images_and_dna(name, corpus):
-    """What a preset sets for text must not be refused as if the user had given it."""
+    """Options that a preset sets for text must not be refused as if the user had given them."""
     lm.parse(["--preset", name, "--corpus", corpus]).check()
     with pytest.raises(UserError, match="--eval-windows must be left out with --corpus"):
         lm.parse(["--preset", name, "--corpus", corpus, "--eval-windows", "3"]).check()
