@@ -27,8 +27,8 @@ COMPARED = ("softmax", "sliding_window", "linear")
 class Config(TextOptions):
     """Trains a small causal language model for each mechanism and compares their perplexities.
 
-    `--corpus digits` (images, in bits per dimension) and `--corpus dna` (in bits per base) need no
-    text.
+    `--corpus digits` and `--corpus mnist:FOLDER` (images, in bits per dimension), and `--corpus dna`
+    and `--corpus dna:FASTA_FILE` (in bits per base) need no text.
 
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
@@ -41,22 +41,27 @@ class Config(TextOptions):
     costs: bool = False  # also measure time and memory of layers against length, for a figure
 
     # Tasks that are no text: each pixel of a digit from those before it, and each base of a genome.
-    generated: ClassVar[tuple[str, ...]] = ("digits", "dna")
+    generated: ClassVar[tuple[str, ...]] = ("digits", "mnist", "dna")
+
+    @property
+    def is_generated(self) -> bool:
+        """Returns whether the corpus is no text."""
+        return self.corpus.partition(":")[0] in self.generated
 
     def prepare(self) -> dict[str, Any]:
-        if self.corpus not in self.generated:
+        if not self.is_generated:
             return super().prepare()
         return {"task_sizes": self._generated.settings()}
 
     def make_task(self, folder: Path) -> Task:
-        return super().make_task(folder) if self.corpus not in self.generated else self._generated
+        return self._generated if self.is_generated else super().make_task(folder)
 
     def save(self, task: Task, folder: Path) -> None:
-        if self.corpus not in self.generated:
+        if not self.is_generated:
             super().save(task, folder)
 
     def check_output(self, folder: Path) -> None:
-        if self.corpus not in self.generated:
+        if not self.is_generated:
             super().check_output(folder)
 
     def finish(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -89,15 +94,23 @@ class Config(TextOptions):
     def _generated(self) -> Task:
         from experiments.tasks import dna, images
 
-        if self.corpus == "dna":
-            return dna.NextBase(length=self.context)
+        name, _, path = self.corpus.partition(":")
+        if name == "dna":
+            return dna.NextBase(length=self.context, path=path)
+        if name == "mnist":
+            return images.MNISTPixels(path=path)
         return images.TASKS["digit_pixels"]["small"]
 
     def check(self) -> None:
         super().check()
-        if self.corpus in self.generated:
+        if self.is_generated:
+            kind, _, path = self.corpus.partition(":")
+            need = "must be digits, with nothing after it"
+            checks.require(kind != "digits" or self.corpus == kind, self, "corpus", need)
+            good = kind != "mnist" or bool(path)
+            checks.require(good, self, "corpus", "must be mnist:FOLDER, with the released files")
             of_text = ("tokenizer", "vocabulary", "eval_windows", "whole_documents", "probes")
-            for name in (*of_text, *(("context",) if self.corpus == "digits" else ())):
+            for name in (*of_text, *(("context",) if kind != "dna" else ())):
                 given, usual = getattr(self, name), getattr(PRESETS[self.preset], name)
                 need = f"must be left out with --corpus {self.corpus}, which is no text"
                 checks.require(given == usual, self, name, need)

@@ -159,7 +159,13 @@ def _of_image(name: str, options: dict[str, Any], length: int) -> dict[str, Any]
         )
     if side**2 != length and not {"height", "width"} <= options.keys():
         raise ValueError(f"{name!r} needs height and width, as {length} is no square number")
-    pattern = _IMAGES[name](**(sizes | options))
+    sizes |= options
+    if sizes["height"] * sizes["width"] != length:
+        raise ValueError(
+            f"{name!r} needs height times width to be the {length} pixels of an image, got "
+            f"{sizes['height']} and {sizes['width']}"
+        )
+    pattern = _IMAGES[name](**sizes)
     return {"name": functools.partial(sparse_attention, pattern=pattern)}
 
 

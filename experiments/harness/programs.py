@@ -122,7 +122,8 @@ class Programs:
       parameters: number of trained parameters.
       state_bytes: size of one row's decode state at the length of the validation set; None if the
         model does not decode.
-      redraw, devices: as the arguments.
+      redraw: as the argument; 0 if the model has no random features.
+      devices: as the argument.
       shardings: those of `params`; None on one device.
     """
 
@@ -146,7 +147,7 @@ class Programs:
         self._graph = nnx.split(model, *_GROUPS)[0]
         modules = [module for _, module in nnx.iter_modules(model)]
         self.has_experts = any(isinstance(module, MixtureOfExperts) for module in modules)
-        self.redraw = redraw
+        self.redraw = redraw if any(hasattr(module, "redraw") for module in modules) else 0
         params, state = jax.eval_shape(self._init, 0)
         found = devices.training_shardings(model, _params_of, params, state)
         (of_params, of_state), everywhere = self._with_further(found), devices.everywhere()

@@ -117,6 +117,8 @@ def main(
     given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     given.add_argument("--preset", nargs="?")
     given.add_argument("--task", nargs="?")
+    given.add_argument("--learning-rate", "--learning_rate", nargs="?")
+    given.add_argument("--sweep", nargs="*")
     known = given.parse_known_args(argv)[0]
     task = known.task or next(iter(options.tasks))
     preset = known.preset if known.preset == "published" else "small"
@@ -126,8 +128,8 @@ def main(
     about = f"{inspect.getdoc(options)}\n\nTasks: {', '.join(options.tasks)}."
     config = tyro.cli(options, prog=program, description=about, args=argv, default=default)
     # A rate on the command line replaces the sweep of the preset, and the other way round.
-    if config.learning_rate != default.learning_rate and config.sweep == default.sweep:
+    if known.learning_rate is not None and known.sweep is None:
         config = dataclasses.replace(config, sweep=())
-    elif config.sweep != default.sweep and config.learning_rate == default.learning_rate:
+    elif known.sweep is not None and known.learning_rate is None:
         config = dataclasses.replace(config, learning_rate=None)
     return command.run(experiment, config, default)

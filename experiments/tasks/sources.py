@@ -31,7 +31,7 @@ def folder_at(path: str, holds: str) -> Path:
     """
     folder = Path(path).expanduser()
     if not path or not folder.is_dir():
-        raise UserError(f"this task needs as its path a folder with {holds}, got {path!r}")
+        raise UserError(f"this task needs the path of a folder with {holds}, got {path!r}")
     return folder
 
 

@@ -98,7 +98,8 @@ def test_default_models_of_text_can_be_built(command, preset, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_default_models_of_pairs_can_be_built():
-    config = seq2seq.Config(examples=64, held_out=8)
+@pytest.mark.parametrize("preset", seq2seq.PRESETS)
+def test_default_models_of_pairs_can_be_built(preset):
+    config = dataclasses.replace(seq2seq.PRESETS[preset], examples=64, held_out=8)
     config.check()
     check_builds(config, config.make_task(None))

@@ -170,3 +170,15 @@ def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, me
 def test_what_it_cannot_read_is_named(text, message):
     with pytest.raises(ValueError, match=message):
         mixers(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "message"),
+    [
+        ("axial,height=5,width=5", 100, "height times width to be the 100 pixels .* got 5 and 5"),
+        ("grid", 99, "needs height and width, as 99 is no square number"),
+    ],
+)
+def test_patterns_of_images_cover_the_image(text, length, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text, 1, 1, None, length)

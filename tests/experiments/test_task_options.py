@@ -128,7 +128,7 @@ def test_a_path_may_have_any_letters(tmp_path, path):
 def test_data_that_cannot_be_read_are_one_sentence(tmp_path, capsys):
     assert lra.main(["--task", "imdb", "--output", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: this task needs as its path a folder with a folder of text")
+    assert error.startswith("error: this task needs the path of a folder with a folder of text")
     assert error.count("\n") == 1
 
 
@@ -195,3 +195,14 @@ def test_the_help_names_the_tasks(capsys):
         recall.main(["--help"])
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert all(name in said for name in ("multi-query, ", "induction, ", "mad-compression"))
+
+
+def test_a_sweep_that_is_given_is_not_dropped(capsys):
+    """Also one that is the default; a rate alone replaces the default."""
+    rates = ["--learning-rate", "0.1"]
+    sweep = ["--sweep", *map(str, recall.DEFAULTS["multi-query"]["small"]["sweep"])]
+    other = ["--warmup", "2"]  # an error that comes after that of rates
+    assert recall.main([*rates, *sweep, *other]) == 1
+    assert "--sweep must be left out if --learning-rate is given" in capsys.readouterr().err
+    assert recall.main([*rates, *other]) == 1
+    assert "--warmup must be a fraction" in capsys.readouterr().err

@@ -167,7 +167,7 @@ def test_released_pairs(tmp_path):
 
 @pytest.mark.parametrize("task", [Emails, Files, PaperPairs])
 def test_a_path_that_is_no_folder(task):
-    with pytest.raises(UserError, match="needs as its path a folder with"):
+    with pytest.raises(UserError, match="needs the path of a folder with"):
         task(path="/does/not/exist").load()
 
 

@@ -118,7 +118,7 @@ def test_photographs_in_grey(tmp_path):
 
 @pytest.mark.parametrize("task", [MNIST, CIFAR])
 def test_missing_files(task, tmp_path):
-    with pytest.raises(UserError, match="needs as its path a folder"):
+    with pytest.raises(UserError, match="needs the path of a folder"):
         task().load()
     with pytest.raises(UserError, match="cannot read"):
         task(path=str(tmp_path)).load()
