@@ -27,8 +27,8 @@ COMPARED = ("softmax", "sliding_window", "linear")
 class Config(TextOptions):
     """Trains a small causal language model for each mechanism and compares their perplexities.
 
-    `--corpus digits` and `--corpus mnist:FOLDER` (images, in bits per dimension), and `--corpus dna`
-    and `--corpus dna:FASTA_FILE` (in bits per base) need no text.
+    `--corpus` also takes digits and mnist:FOLDER (images, in bits per dimension), and dna and
+    dna:FASTA_FILE (in bits per base).
 
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
