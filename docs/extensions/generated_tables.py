@@ -44,7 +44,7 @@ def costs(direction: str) -> str:
         if direction == "causal":
             cells.append(_state(of_length))
         cells.append(
-            "-" if quality is None else f"{quality[0]:.2f}\N{NO-BREAK SPACE}({quality[1]})"
+            "-" if quality is None else f"{quality[0]:+.2f}\N{NO-BREAK SPACE}({quality[1]})"
         )
         slowness = [relative.get(n) or float("inf") for n in (16384, 4096)]
         lines.append((slowness, cells))

@@ -41,9 +41,9 @@ def machine() -> str:
 
 
 def mean_quality(mechanism: str, is_causal: bool) -> tuple[float, int] | None:
-    """Mean score relative to softmax attention, and the number of tasks; None if unmeasured."""
+    """Mean difference from a typical score, and the number of tasks; None if unmeasured."""
     scores = [
-        each.relative
+        each.score - each.typical
         for each in quality.read()
         if (each.mechanism, each.is_causal) == (mechanism, is_causal)
     ]

@@ -197,15 +197,16 @@ def _measured(entry: Mechanism) -> str:
         (
             f"[{each.task}](../report.md#{each.task})",
             "causal" if each.is_causal else "bidirectional",
-            f"{each.relative:.2f}",
+            f"{each.score:.2f}",
+            f"{each.typical:.2f}",
         )
         for each in quality.read()
         if each.mechanism == entry.name
     ]
     if scores:
         parts += [
-            "Quality as a multiple of that of softmax attention (more is better):",
-            table(("task", "direction", "score"), scores),
+            "Scores from 0 to 1, and those of a typical mechanism on the same tasks:",
+            table(("task", "direction", "score", "typical"), scores),
         ]
     return "\n\n".join(parts)
 

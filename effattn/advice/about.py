@@ -163,8 +163,8 @@ def implementations(entry: Mechanism) -> list[str]:
 def results(entry: Mechanism) -> list[str]:
     """Returns a line for each measured quality."""
     found = [
-        f"{each.task} ({'causal' if each.is_causal else 'bidirectional'}): {each.relative:.2f} of "
-        f"the score of softmax attention ({each.source})"
+        f"{each.task} ({'causal' if each.is_causal else 'bidirectional'}): {each.in_words} "
+        f"({each.source})"
         for each in quality.read()
         if each.mechanism == entry.name
     ]

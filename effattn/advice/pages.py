@@ -1,4 +1,4 @@
-"""Pages about mechanisms as text of 80 columns: the list of all, and one in detail."""
+"""Pages about mechanisms as text: the list of all, and one in detail; code may be wider than 80."""
 
 import re
 import textwrap

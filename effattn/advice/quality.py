@@ -3,24 +3,25 @@
 The file `quality.json` beside this module is optional. Its schema:
 
     {
-      "schema": 1,
+      "schema": 2,
       "results": [
         {
           "mechanism": "linear",       name in the registry
           "task": "recall",            name of the task
           "is_causal": true,           direction of the measured models
-          "relative": 0.41,            score relative to softmax attention on the same task
+          "score": 0.41,               from 0 to 1, more is better
+          "typical": 0.35,             the score that a typical mechanism would have on the task
           "source": "experiments/results/recall: 3 seeds, effattn 0.1.0"
         },
         ...
       ]
     }
 
-`relative` is 1 for softmax attention, and larger is better: for a measure of which less is better,
-it is the value of softmax attention divided by that of the mechanism. `source` names the table and
-its number of seeds; `python -m experiments.report` writes the file from tables of twelve or more
-mechanisms, softmax attention among them, and leaves out mechanisms that are in fewer than three
-such tables of a direction.
+A score is an accuracy, 0 for guesses where the task measures that; or the least loss of all
+mechanisms over the loss. Mechanisms are measured on different tasks, so their mean scores do not
+compare; means of the difference from `typical` do. `source` names the table and its number of
+seeds; `python -m experiments.report` writes the file from tables of twelve or more mechanisms, and
+leaves out mechanisms that are in fewer than three such tables of a direction.
 """
 
 import json
@@ -29,7 +30,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-SCHEMA = 1
+SCHEMA = 2
 PATH = pathlib.Path(__file__).with_name("quality.json")
 
 
@@ -39,15 +40,22 @@ class Result(NamedTuple):
     mechanism: str
     task: str
     is_causal: bool
-    relative: float
+    score: float
+    typical: float
     source: str
+
+    @property
+    def in_words(self) -> str:
+        """The score, beside that of a typical mechanism."""
+        return f"score {self.score:.2f}, where a typical mechanism has {self.typical:.2f}"
 
 
 _TYPES: Mapping[str, type] = {
     "mechanism": str,
     "task": str,
     "is_causal": bool,
-    "relative": numbers.Real,
+    "score": numbers.Real,
+    "typical": numbers.Real,
     "source": str,
 }
 

@@ -68,9 +68,9 @@ class Option:
 
     @property
     def score(self) -> float | None:
-        """Mean of the measured quality relative to softmax attention, over tasks; or None."""
-        scores = [result.relative for result in self.quality]
-        return sum(scores) / len(scores) if scores else None
+        """Mean difference from the score of a typical mechanism, over tasks; or None."""
+        better = [result.score - result.typical for result in self.quality]
+        return sum(better) / len(better) if better else None
 
     @property
     def code(self) -> str:
@@ -100,7 +100,7 @@ class Option:
         elif self.error_note:
             found.append(f"no error on the sample: {self.error_note}")
         for task in self.quality:
-            found.append(f"{task.task}: {task.relative:.2f} of softmax's score ({task.source})")
+            found.append(f"{task.task}: {task.in_words} ({task.source})")
         if not self.quality:
             found.append("no quality yet: results in fewer than three tasks")
         if self.compiled:
@@ -143,8 +143,7 @@ class Advice:
                 parts.append(_explained(option))
         sources = dict.fromkeys(task.source for _, option in rows for task in option.quality)
         if sources:
-            title = "Quality is the mean score relative to softmax attention, measured in:"
-            parts.append("\n".join([title, *(filled(f"  {name}") for name in sources)]))
+            parts.append("\n".join([filled(_QUALITY), *(filled(f"  {name}") for name in sources)]))
         parts.append(f"Code for {self.best.label}:\n\n{textwrap.indent(self.code, '    ')}")
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.left_out.items():
@@ -191,6 +190,12 @@ _COSTS = (
     "exact softmax attention."
 )
 
+_QUALITY = (
+    "Quality is the mean difference between the score of a mechanism, 0 to 1, and that of a "
+    "typical mechanism on the same tasks; then follows the number of tasks. The scores are from:"
+)
+
+
 _COLUMNS: Mapping[str, Callable[[int, Option], str | None]] = {
     "rank": lambda rank, o: str(rank),
     "mechanism": lambda rank, o: textwrap.shorten(o.label, 30, placeholder=" ..."),
@@ -200,7 +205,7 @@ _COLUMNS: Mapping[str, Callable[[int, Option], str | None]] = {
     "time": lambda rank, o: None if o.seconds is None else f"{o.seconds:.2g} s",
     "state": lambda rank, o: in_bytes(o.state_bytes),
     "error": lambda rank, o: None if o.error is None else f"{o.error:.2g}",
-    "quality": lambda rank, o: None if o.score is None else f"{o.score:.2f}",
+    "quality": lambda rank, o: None if o.score is None else f"{o.score:+.2f} ({len(o.quality)})",
 }
 
 

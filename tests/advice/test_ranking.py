@@ -133,25 +133,33 @@ def test_measured_quality_comes_before_cost(tmp_path, monkeypatch):
             "mechanism": name,
             "task": "recall",
             "is_causal": True,
-            "relative": score,
+            "score": score,
+            "typical": typical,
             "source": "here",
         }
-        for name, score in (("s4d", 0.9), ("linear", 0.4), ("sliding_window", 0.7))
+        for name, score, typical in (
+            ("s4d", 0.9, 0.6),
+            ("s4d", 0.3, 0.1),
+            ("linear", 0.4, 0.6),
+            ("sliding_window", 0.7, 0.6),
+        )
     ]
-    path.write_text(json.dumps({"schema": 1, "results": results}))
+    path.write_text(json.dumps({"schema": 2, "results": results}))
     monkeypatch.setattr(quality, "PATH", path)
     advice = small(4096, causal=True)
     assert [o.name for o in advice.options[:3]] == ["s4d", "sliding_window", "linear"]
-    assert "recall: 0.90 of softmax's score (here)" in advice.best.reasons
+    reason = "recall: score 0.90, where a typical mechanism has 0.60 (here)"
+    assert reason in advice.best.reasons
+    assert advice.best.score == pytest.approx(0.25) and "+0.25 (2)" in str(advice)
     assert "quality" in str(advice).splitlines()[2]
-    assert "relative to softmax attention, measured in:\n  here\n" in str(advice)
+    assert "are from:\n  here\n" in str(advice)
 
 
 @pytest.mark.parametrize(
     "content",
-    ["not JSON", "[]", '{"schema": 2, "results": []}', '{"schema": 1, "results": [{}]}',
-     '{"schema": 1, "results": [{"mechanism": "linear", "task": "a", "is_causal": true, '
-     '"relative": "much", "source": "b"}]}'],
+    ["not JSON", "[]", '{"schema": 1, "results": []}', '{"schema": 2, "results": [{}]}',
+     '{"schema": 2, "results": [{"mechanism": "linear", "task": "a", "is_causal": true, '
+     '"score": "much", "typical": 0.5, "source": "b"}]}'],
 )  # fmt: skip
 def test_another_schema_of_quality_is_refused(content, tmp_path):
     path = tmp_path / "quality.json"

@@ -3,10 +3,12 @@
 import itertools
 import json
 import math
+import pathlib
 import re
 import shutil
 import time
 
+import numpy as np
 import pytest
 
 import effattn
@@ -315,7 +317,8 @@ def test_the_page_shows_results_and_the_adviser_reads_the_scores(few, folder, tm
     found = {result.mechanism: result for result in effattn.advice.quality.read(quality)}
     # A combination is no registered mechanism.
     assert set(found) == {"softmax", "linear", "retention"}
-    assert found["softmax"].relative == 1 and found["linear"].relative == pytest.approx(0.5474)
+    assert found["softmax"].score == 0.45  # of 0.9 and of less than a guess
+    assert sum(r.score - r.typical for r in found.values()) == pytest.approx(0, abs=1e-3)
     assert found["linear"].source == "experiments/results/toys: 3 seeds, effattn 0.1"
     # Scores and figures do not outlive their results.
     for name in ("toys", "other_toys"):
@@ -341,14 +344,41 @@ def test_a_table_of_few_mechanisms_gives_no_scores(table):
     assert scores.scores([table] * 3)["results"] == []
 
 
-def test_a_score_is_bounded_and_one_seed_is_marked(few, folder):
+def test_one_seed_is_marked(few, folder):
     one = [run for run in summary()["runs"] if run["seed"] == 0]
-    weak = [{**r, "held_out": {"a": {"bits": 9.0 if r["mechanism"] == "softmax" else 1.0}}}
-            for r in one]  # fmt: skip
-    content = summary(runs=weak, headline="bits", more_is_better=False)
-    table = comparisons.Table(folder / "toys", content)
-    assert scores.relative(table, "linear") == scores.MOST
+    table = comparisons.Table(folder / "toys", summary(runs=one))
     assert ": one seed, " in scores.scores([table] * 3)["results"][0]["source"]
+
+
+def test_accuracies_are_scaled_where_the_task_does():
+    """Guesses then score 0, and worse than a guess is no worse."""
+    sets = {
+        "softmax": {"a": {"accuracy": 0.9, "scaled_accuracy": 0.8}},
+        "linear": {"a": {"accuracy": 0.4, "scaled_accuracy": -0.2}},
+    }
+    runs = [{**r, "held_out": sets[r["mechanism"]]} for r in summary()["runs"]
+            if r["mechanism"] in sets]  # fmt: skip
+    table = comparisons.Table(pathlib.Path("toys"), summary(runs=runs))
+    assert scores.of_plain_names(table) == pytest.approx({"softmax": 0.8, "linear": 0.0})
+
+
+def test_hard_tasks_are_no_disadvantage():
+    """The second mechanism is better where both are measured, and alone in a hard task."""
+    easy, hard = {"a": 0.9, "b": 0.95, "c": 0.6}, {"b": 0.3, "c": 0.05}
+    level, of_hard = scores.levels([easy, hard])
+    quality = {"a": 0.9 - level, "b": (0.95 - level + 0.3 - of_hard) / 2}
+    assert quality["b"] > quality["a"] and of_hard < level
+    # Sums of levels and qualities are fitted without an error.
+    rng = np.random.default_rng(0)
+    levels, qualities = rng.uniform(0.4, 0.6, 4), rng.uniform(-0.3, 0.3, 9)
+    qualities -= qualities.mean()
+    known = rng.uniform(size=(4, 9)) < 0.7
+    known[:, 0] = True
+    tables = [
+        {str(m): levels[t] + qualities[m] for m in np.flatnonzero(known[t])} for t in range(4)
+    ]
+    assert known.any(0).all()
+    np.testing.assert_allclose(scores.levels(tables), levels, atol=1e-12)
 
 
 def test_of_losses_the_validation_set_alone_counts(folder):
@@ -359,7 +389,7 @@ def test_of_losses_the_validation_set_alone_counts(folder):
     runs = [{**r, "held_out": sets[r["mechanism"]]} for r in summary()["runs"]
             if r["mechanism"] in sets]  # fmt: skip
     content = summary(runs=runs, headline="bits", more_is_better=False)
-    assert scores.relative(comparisons.Table(folder / "toys", content), "linear") == 0.5
+    assert scores.of_plain_names(comparisons.Table(folder / "toys", content))["linear"] == 0.5
 
 
 def test_a_table_of_one_mechanism_has_no_figure(folder, tmp_path):
