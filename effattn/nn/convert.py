@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from effattn import registry
@@ -144,12 +145,13 @@ def conversion(original: nnx.Module, converted: nnx.Module) -> Conversion:
 
 def _convert_stack(stack, mechanism, layers, rngs):
     config, count = stack.config, len(stack.blocks)
-    chosen = range(count) if layers is None else layers
-    chosen = [chosen] if checks.is_integer(chosen) else list(chosen)
+    given = range(count) if layers is None else layers
+    given = [given] if checks.is_integer(given) else given
+    chosen = list(given) if np.iterable(given) else []
     if (
         not chosen
         or any(not checks.is_integer(layer) or not 0 <= layer < count for layer in chosen)
-        or len(set(chosen)) < len(chosen)
+        or len(set(map(int, chosen))) < len(chosen)
     ):
         raise ValueError(
             f"layers must be different indices of layers, from 0 to {count - 1}, got {layers!r}"
@@ -163,7 +165,7 @@ def _convert_stack(stack, mechanism, layers, rngs):
     mixers = list(mixers) if isinstance(mixers, (list, tuple)) else [mixers] * count
     # The default of `positions` depends on the mixers.
     config = dataclasses.replace(config, positions=config.position_kind())
-    for layer in chosen:
+    for layer in map(int, chosen):
         block = stack.blocks[layer]
         block.mixer, mixers[layer] = _converted(block.mixer, config, layer, mechanism, rngs)
     same = all(mixer == mixers[0] for mixer in mixers)
@@ -190,7 +192,7 @@ def _converted(old, config, layer, description, rngs) -> tuple[Any, Mechanism]:
         return build_mixer(of_layer, layer, rngs=rngs, **dtypes)
 
     plain = nnx.eval_shape(lambda: build(description, nnx.Rngs(0)))
-    description = _with_traits(description, old, plain)
+    description = _with_traits(description, _traits(old), plain)
     new = build(description, nnx.Rngs(0) if rngs is None else rngs)
     before, after = _flat(old), _flat(new)
     arrays = {
@@ -211,20 +213,32 @@ def _converted(old, config, layer, description, rngs) -> tuple[Any, Mechanism]:
     return new, description
 
 
-def _with_traits(description, old, plain) -> Mechanism:
-    """The description with options for sizes and biases that `plain` has by default otherwise."""
+def _with_traits(description, kept, plain) -> Mechanism:
+    """The description with the traits to keep that `plain` has by default otherwise."""
     if isinstance(description, Mapping) and description.keys() == {"heads"}:
-        pairs = zip(description["heads"], plain.mixers, strict=True)
-        return {"heads": [_with_traits(group, old, mixer) for group, mixer in pairs]}
+        sizes = [group["num_heads"] for group in description["heads"]]
+        shared = sum(sizes) // kept["num_kv_heads"]
+        if any(size % shared for size in sizes):
+            raise ValueError(
+                f"each group of heads must have a multiple of {shared} heads, the number of query "
+                f"heads of a key head of the model, got groups of {sizes}"
+            )
+        groups = [
+            _with_traits(group, {**kept, "num_kv_heads": size // shared}, mixer)
+            for group, size, mixer in zip(description["heads"], sizes, plain.mixers, strict=True)
+        ]
+        return {"heads": groups}
     name, options = named("mechanism", description)
-    kept = _traits(old)
     if isinstance(plain, HybridHeads) or "num_heads" in options:
-        del kept["head_dim"], kept["num_kv_heads"]  # these follow from the model
+        # The head dimension follows from the model.
+        kept = {trait: x for trait, x in kept.items() if trait != "head_dim"}
     traits: dict[str, Any] = {}
     for mixer in plain.mixers if isinstance(plain, SeveralMixers) else [plain]:
         if isinstance(mixer, SelfAttention):
             own = _traits(mixer)
             traits |= {n: x for n, x in kept.items() if own[n] != x and n not in options}
+    if "head_dim" in traits and "value_dim" not in options:
+        traits["value_dim"] = kept["value_dim"]  # its default follows head_dim
     if not entry_of(name).takes_rotary():
         traits.pop("rotary", None)
     return {"name": name, **options, **traits} if traits else description
@@ -268,9 +282,10 @@ def _check_projections(old, new, arrays) -> None:
         for name in _PROJECTIONS:
             if (*prefix, name, "kernel") not in arrays:
                 found = getattr(getattr(part, name, None), "kernel", None)
+                needed = _part(getattr(old, name).kernel[...], (*prefix, name, "kernel"), new)
                 raise ValueError(
                     f"the new mixer must have a projection {name!r} with a kernel of shape "
-                    f"{getattr(old, name).kernel.shape}, to take over that of the model, but "
+                    f"{needed.shape}, to take over that of the model, but "
                     f"{type(part).__name__} has "
                     f"{'none' if found is None else found.shape}; give it options of these sizes, "
                     "or choose another mechanism"

@@ -111,6 +111,32 @@ def test_biases_of_an_option_are_kept():
     assert nnx.graphdef(again) == nnx.graphdef(grouped)
 
 
+def test_values_of_the_default_head_dimension_are_kept_beside_other_heads():
+    # The default head dimension of 4 heads in 16 features is 4.
+    lm = model(mixer={"name": "softmax", "head_dim": 6, "value_dim": 4})
+    converted = nn.convert(lm, WINDOW)
+    assert converted.config.mixer == {**WINDOW, "head_dim": 6, "value_dim": 4}
+    assert_close(converted(TOKENS), lm(TOKENS))
+
+
+def test_groups_of_heads_get_their_share_of_key_heads():
+    lm = model(num_kv_heads=None, mixer={"name": "softmax", "num_kv_heads": 2})
+    groups = [{"name": "softmax", "num_heads": 2}, {**WINDOW, "num_heads": 2}]
+    grouped = nn.convert(lm, {"heads": groups})
+    assert [group["num_kv_heads"] for group in grouped.config.mixer["heads"]] == [1, 1]
+    assert_close(grouped(TOKENS), lm(TOKENS))
+    assert_close(nn.convert(lm, {"heads": [{**WINDOW, "num_heads": 4}]})(TOKENS), lm(TOKENS))
+    uneven = [{**WINDOW, "num_heads": 3}, {**WINDOW, "num_heads": 1}]
+    refused(r"multiple of 2 heads, .* of a key head .* groups of \[3, 1\]", lm, {"heads": uneven})
+    groups[0]["num_kv_heads"] = 2
+    refused(r"'key' with a kernel of shape .16, 1, 4.*has .16, 2, 4", lm, {"heads": groups})
+
+
+@pytest.mark.parametrize("layers", [np.array([1]), np.array(1), np.int8(1)])
+def test_layers_of_numpy_are_indices(layers):
+    assert nn.convert(model(), WINDOW, layers=layers).config.mixer == ("softmax", WINDOW)
+
+
 def test_a_converted_model_decodes():
     lm = nn.convert(model(), "linear", layers=[0])
     state, logits = lm.init_state(2, 12), []
@@ -191,13 +217,16 @@ def test_bad_arguments_are_named():
     refused("mechanism must be a registered name", lm, ["softmax", "linear"])
     refused("projection 'query' with a kernel of shape .16, 4, 4.*has .16, 4, 16.", lm, "based")
     small = {"name": "based", "feature_dim": 2}
-    for mechanism in [
-        {"name": "mixture_of_mechanisms", "mechanisms": ["softmax", small]},
-        {"heads": [{"name": "softmax", "num_heads": 2}, {**small, "num_heads": 2}]},
+    for heads, mechanism in [
+        (4, {"name": "mixture_of_mechanisms", "mechanisms": ["softmax", small]}),
+        (2, {"heads": [{"name": "softmax", "num_heads": 2}, {**small, "num_heads": 2}]}),
     ]:
-        refused("'query' with a kernel of shape .16, 4, 4", lm, mechanism, rngs=nnx.Rngs(0))
+        sentence = f"'query' with a kernel of shape .16, {heads}, 4.*has .16, {heads}, 2"
+        refused(sentence, lm, mechanism, rngs=nnx.Rngs(0))
     refused("layers must be different indices .* from 0 to 1, got 2", lm, "linear", layers=2)
     refused("layers must be different .* got .0, 0.", lm, "linear", layers=[0, 0])
+    for layers in (True, 1.0, [True], np.array([True, True]), np.array([[0, 1]])):
+        refused("layers must be different indices", lm, "linear", layers=layers)
     refused("layers must be indices .* for a TransformerLM", lm, "linear", layers={"encoder": 0})
     refused("layers must be None for one mixer", lm.blocks[0].mixer, "linear", layers=[0])
     refused("rngs must be nnx.Rngs", lm, "linear", rngs=0)
