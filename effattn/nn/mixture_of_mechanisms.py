@@ -1,6 +1,7 @@
 """Mixer with a gate per token over several mechanisms."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -67,7 +68,8 @@ class MixtureOfMechanisms(SeveralMixers):
       num_heads: N, number of heads of every mechanism.
       mechanisms: two or more registered names, callables, or mappings of a `"name"` and options;
         see `effattn.nn.build`.
-      costs: cost of each mechanism, 0 or more; default 0, 1, ... in the order of `mechanisms`.
+      costs: finite cost of each mechanism, 0 or more; default 0, 1, ... in the order of
+        `mechanisms`.
       gate: "soft" or "top1".
       capacity: c, between 0 and 1; None without a limit. It needs `gate="top1"`, and exact
         attention (`"softmax"`) as every mechanism but the first.
@@ -107,8 +109,9 @@ class MixtureOfMechanisms(SeveralMixers):
         given = [named("each item of mechanisms", one) for one in several]
         costs = range(len(given)) if costs is None else costs
         costs = tuple(costs) if np.iterable(costs) else (costs,)
-        needs = f"{len(given)} numbers, 0 or more, one for each mechanism"
-        if len(costs) != len(given) or min(checks.real("costs", c, needs) for c in costs) < 0:
+        needs = f"{len(given)} finite numbers, 0 or more, one for each mechanism"
+        values = [checks.real("costs", cost, needs) for cost in costs]
+        if len(costs) != len(given) or not all(0 <= cost < math.inf for cost in values):
             raise ValueError(f"costs must be {needs}, got {costs}")
         self.gate, self.costs = gate, costs
         entries = [mechanism(name) for name, _ in given]

@@ -20,6 +20,7 @@ from tests.nn.build import filled
 
 X = np.random.default_rng(0).normal(size=(2, 7, 8)).astype(np.float32)
 LOCAL = {"name": "sliding_window", "local_window_size": (1, 0)}
+COSTS = "costs must be 2 finite numbers, 0 or more, one for each mechanism"
 
 
 def make(**options):
@@ -86,13 +87,12 @@ def test_the_penalty_is_the_mean_cost_of_valid_tokens():
         ({"mechanisms": (1, 2)}, "each item of mechanisms must be a registered name, .* got 1"),
         ({"mechanisms": None}, "two or more registered names, .* got None"),
         ({"mechanisms": "softmax"}, "two or more registered names, .* got 'softmax'"),
-        (
-            {"costs": (1, None)},
-            "costs must be 2 numbers, 0 or more, one for each mechanism, got None",
-        ),
-        ({"costs": 1}, "costs must be 2 numbers, 0 or more, one for each mechanism"),
-        ({"costs": (1,)}, "costs must be 2 numbers, 0 or more, one for each mechanism"),
-        ({"costs": (1, -1)}, "costs must be 2 numbers, 0 or more, one for each mechanism"),
+        ({"costs": (1, None)}, f"{COSTS}, got None"),
+        ({"costs": 1}, COSTS),
+        ({"costs": (1,)}, COSTS),
+        ({"costs": (1, -1)}, COSTS),
+        ({"costs": (0, float("nan"))}, COSTS),
+        ({"costs": (0, float("inf"))}, COSTS),
     ],
 )
 def test_wrong_options_are_named(options, message):
