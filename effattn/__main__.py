@@ -47,6 +47,8 @@ def _show(given: argparse.Namespace) -> str:
 def _advise(given: argparse.Namespace) -> str:
     from effattn.advice.ranking import advise  # imports Flax, which the other commands may not need
 
+    if given.decode and not given.causal:
+        raise ValueError("--decode needs --causal")
     return str(
         advise(
             given.length,

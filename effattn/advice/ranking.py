@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 
 from effattn import registry
 from effattn.advice import facts, quality, samples
@@ -73,7 +74,7 @@ def advise(
       measure: also measure the seconds of a forward and a backward pass, on this device.
       sample: `(query, key, value)`, arrays `(*B, T, N, H)`, or `(model, batch)`, a Flax module and
         its inputs: the errors of approximations are measured on the queries, keys and values of its
-        `SelfAttention` layers.
+        `SelfAttention` layers, with the options for `length` tokens.
       mechanisms: names, or mappings with a name under "name" and options, such as
         `{"name": "sliding_window", "local_window_size": (63, 0)}`. Default: all that are
         registered.
@@ -94,7 +95,7 @@ def advise(
     )
     if case.decode and not case.causal:
         raise ValueError("decode=True needs causal=True, got causal=False")
-    if case.device not in PLATFORMS:
+    if not isinstance(case.device, str) or case.device not in PLATFORMS:
         raise ValueError(f"device must be None or one of {', '.join(PLATFORMS)}, got {device!r}")
     if checks.flag("measure", measure) and case.device != here:
         raise ValueError(f"measure=True needs device={here!r}, this device, got {device!r}")
@@ -133,10 +134,12 @@ def advise(
             left_out[entry.name] = reason
             continue
         if arrays is not None:
-            distance, note = samples.error_of(option.layer, arrays)
+            distance, note = samples.error_of(option.layer, arrays, length)
             option = dataclasses.replace(option, error=distance, error_note=note)
         options.append(option)
     words = f"{case}: {length:,} tokens, {heads} heads of {head_dim} features"
+    if arrays is not None and tokens != length:
+        words += f"; errors are measured on a sample of {tokens:,} tokens"
     if not options:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise ValueError(f"no mechanism fits the case ({words}): {reasons}")
@@ -195,16 +198,21 @@ class _Case:
 
 
 def _capabilities(needs: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(needs, str) or not all(isinstance(name, str) for name in needs):
+    names = tuple(needs) if np.iterable(needs) else (needs,)
+    if isinstance(needs, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"needs must be a sequence of names of capabilities, got {needs!r}")
-    return tuple(facts.check_capability(name) for name in needs)
+    return tuple(map(facts.check_capability, names))
 
 
 def _named(mechanisms: Any) -> Iterator[tuple[registry.Mechanism, dict[str, Any]]]:
     """Yields the registry's entry and the options of each mechanism."""
-    if isinstance(mechanisms, str | Mapping):
-        mechanisms = (mechanisms,)
-    for mechanism in registry.names() if mechanisms is None else mechanisms:
+    given = registry.names() if mechanisms is None else mechanisms
+    given = (given,) if isinstance(given, str | Mapping) or not np.iterable(given) else tuple(given)
+    if not given:
+        raise ValueError(
+            f"mechanisms must have a name or more, or be None for all of them, got {mechanisms!r}"
+        )
+    for mechanism in given:
         name, options = named("mechanisms", mechanism)
         yield facts.find(name), options
 

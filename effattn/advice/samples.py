@@ -41,7 +41,7 @@ def heads_of(sample: Any) -> list[Heads]:
     parts = tuple(sample) if isinstance(sample, tuple | list) else ()
     if len(parts) == 2 and isinstance(parts[0], nnx.Module):
         return _recorded(*parts)
-    if len(parts) != 3 or any(np.ndim(part) < 3 for part in parts):
+    if len(parts) != 3 or any(_ndim(part) < 3 for part in parts):
         got = ", ".join(
             str(np.shape(p)) if hasattr(p, "shape") else type(p).__name__ for p in parts
         )
@@ -55,10 +55,11 @@ def heads_of(sample: Any) -> list[Heads]:
     return [(query, key, value)]
 
 
-def error_of(layer: Layer, heads: Sequence[Heads]) -> tuple[float | None, str]:
+def error_of(layer: Layer, heads: Sequence[Heads], length: int) -> tuple[float | None, str]:
     """Returns the mean error of the output over layers, examples and heads, and "".
 
-    For a mechanism without such an error, returns None and the reason.
+    The mechanism has its options for sequences of `length` tokens, also if the sample has another
+    length. For a mechanism without such an error, returns None and the reason.
     """
     entry = layer.entry
     if entry.name == "softmax":
@@ -68,7 +69,7 @@ def error_of(layer: Layer, heads: Sequence[Heads]) -> tuple[float | None, str]:
     if not entry.takes_heads:
         return None, "the queries of the mechanism are its keys"
     *batch, tokens, _, size = heads[0][0].shape
-    options = layer.options(tokens)
+    options = layer.options(length)
     function, binding, defaults = resolve(entry.name, {})
     parameters = inspect.signature(function).parameters
     given = {**defaults, **{n: option for n, option in options.items() if n in parameters}}
@@ -92,6 +93,13 @@ def error_of(layer: Layer, heads: Sequence[Heads]) -> tuple[float | None, str]:
     if not math.isfinite(mean):  # as an order by NaN is none
         return None, "the sample is empty, or has values that are not finite"
     return mean, ""
+
+
+def _ndim(part: Any) -> int:
+    try:
+        return np.ndim(part)
+    except ValueError:  # lists of different lengths
+        return 0
 
 
 def _recorded(model: nnx.Module, batch: Any) -> list[Heads]:

@@ -58,6 +58,7 @@ def test_a_page_documents_own_and_shared_options():
         (["list", "--needs", "masks"], "unknown capability 'masks'; did you mean mask"),
         (["list", "--exact", "--family", "linear"], "no mechanism has all that was asked for"),
         (["advise", "--causal"], "length must be an int"),
+        (["advise", "--bidirectional", "--decode"], "--decode needs --causal"),
         (["advise", "--causal", "--sample", "nowhere.npz"], "nowhere.npz"),
     ],
 )

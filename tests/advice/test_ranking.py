@@ -94,6 +94,20 @@ def test_approximations_have_an_error_on_a_sample(name):
     assert 0 <= option.error < 2 and option.error_note == ""
 
 
+def test_errors_are_those_of_the_options_for_the_length():
+    # The stride of 1024 tokens is 32, so that the last 32 of 64 tokens are near each token.
+    sample = tuple(jax.random.normal(jax.random.key(0), (3, 1, 64, 1, 8)))
+    strided = {"name": "sparse_transformer", "stride": 32}
+    find = functools.partial(effattn.advise, causal=True, sample=sample)
+    (same,) = find(mechanisms="sparse_transformer").options
+    advice = find(1024, mechanisms=["sparse_transformer", strided])
+    far, given = advice.options
+    assert far.error == given.error < same.error
+    assert "1,024 tokens, 1 heads of 8 features; errors are measured on a sample of 64 tokens" in (
+        " ".join(str(advice).split())
+    )
+
+
 @pytest.mark.parametrize(
     "sample", [np.full((1, 16, 1, 8), np.nan), np.ones((0, 16, 1, 8))], ids=["nan", "empty"]
 )
@@ -215,14 +229,22 @@ BAD = [
     ({"causal": 3}, "causal must be True or False"),
     ({"causal": False, "decode": True}, "decode=True needs causal=True, got causal=False"),
     ({"needs": "segments"}, "needs must be a sequence of names of capabilities, got 'segments'"),
+    ({"needs": 3}, "needs must be a sequence of names of capabilities, got 3"),
     ({"needs": ["segment"]}, "unknown capability 'segment'; did you mean segments"),
     ({"mechanisms": ["sotfmax"]}, "unknown mechanism 'sotfmax'; did you mean softmax"),
     ({"mechanisms": [{"name": "linear", "windw": 3}]}, "'linear' has no option windw"),
+    ({"mechanisms": []}, r"mechanisms must have a name or more, or be None .*, got \[\]"),
+    ({"mechanisms": 3}, "mechanisms must be a registered name.* got 3"),
+    ({"device": ["cpu"]}, r"device must be None or one of cpu, gpu, tpu, got \['cpu'\]"),
     ({"device": "gpus"}, "device must be None or one of cpu, gpu, tpu, got 'gpus'"),
     ({"device": "tpu", "measure": True}, "measure=True needs device='cpu', this device, got 'tpu'"),
     ({"heads": 0}, "heads must be"),
     ({"head_dim": 7}, "head_dim must be even, as layers rotate pairs of features, got 7"),
     ({"sample": np.ones((1, 8, 1, 8))}, "sample must be .query, key, value.*; got ndarray"),
+    (
+        {"sample": ([[1.0], [1.0, 2.0]], *np.ones((2, 1, 8, 1, 8)))},
+        r"sample must be .*; got \(list, \(1, 8, 1, 8\), \(1, 8, 1, 8\)\)",
+    ),
     ({"sample": (np.ones(3), 1, 2)}, r"sample must be .*; got \(\(3,\), int, int\)"),
     ({"sample": 3 * [np.ones((1, 8, 1, 8), int)]}, "query of sample must have floating-point"),
     ({"sample": 3 * [np.full((1, 1, 1), "a")]}, "floating-point numbers, got <U1"),
