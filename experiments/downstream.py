@@ -26,10 +26,11 @@ if not __package__:  # run as `python experiments/downstream.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.approximation import FAMILIES, counted
-from experiments.harness import checks, measurement, metrics, report
+from experiments.harness import measurement, metrics, report
 from experiments.harness.errors import UserError
 from experiments.tasks import corpora
 
+MOST = 512  # positions of the text encoder
 REACTIONS = Path(__file__).parent / "data" / "reactions.json"
 MEASURES = {
     "similarity": "rank correlation with exact attention",
@@ -48,13 +49,17 @@ class Config(measurement.Measurement):
     A command that was stopped goes on; a finished run prints its tables again.
     """
 
-    length: int = 128  # tokens of a passage; the text encoder takes at most 512
+    length: int = 128  # tokens of a passage, from 3 to 512, the positions of the text encoder
     texts: int = 16  # passages; all pairs are compared
 
 
 def check(config: Config) -> None:
     """Raises `UserError` if the options do not fit together."""
-    checks.check_counts(config, "length")
+    if not 3 <= config.length <= MOST:
+        raise UserError(
+            f"--length must be from 3 to {MOST}, the positions of the text encoder, got "
+            f"{config.length}"
+        )
     if config.texts < 3:
         raise UserError(f"--texts must be at least 3, got {config.texts}")
     most = min(config.length, max(map(len, tokens_of_reactions())) - 1)
@@ -73,7 +78,7 @@ def similarity(config: Config, corpus: corpora.Corpus) -> Measure:
     """Returns the measure of the text encoder.
 
     Raises:
-      UserError: passages too long for the encoder, or too little held-out text.
+      UserError: too little held-out text.
     """
     import jax
     import numpy as np
@@ -81,7 +86,7 @@ def similarity(config: Config, corpus: corpora.Corpus) -> Measure:
     from experiments import encoder
 
     model, tokenizer = encoder.load()
-    tokens = passages(config, corpus, tokenizer, model.max_length)
+    tokens = passages(config, corpus, tokenizer)
     head_dim = model.head_dim
 
     def similarities(attention: Callable[..., Any]) -> np.ndarray:
@@ -102,15 +107,10 @@ def similarity(config: Config, corpus: corpora.Corpus) -> Measure:
     return kept
 
 
-def passages(config: Config, corpus: corpora.Corpus, tokenizer: Any, most: int) -> Any:
+def passages(config: Config, corpus: corpora.Corpus, tokenizer: Any) -> Any:
     """Returns passages of held-out documents, int `(texts, length)`, evenly spread."""
     import numpy as np
 
-    if not 3 <= config.length <= most:
-        raise UserError(
-            f"--length must be from 3 to {most}, the positions of the pretrained encoder, got "
-            f"{config.length}"
-        )
     found = []
     for document in corpus.valid:
         # The first and the last token mark the start and the end.
@@ -281,15 +281,19 @@ def run(config: Config, folder: Path, made: dict[str, Any], corpus: corpora.Corp
         metrics.write_atomically(path, json.dumps({**made, "records": records}, indent=2) + "\n")
     write_figure(folder / "kept.png", records)
     count = sum(len(tokens) > max(config.sizes) for tokens in tokens_of_reactions())
+    explained = {
+        "similarity": "Similarity: all-MiniLM-L6-v2 gives the cosine similarities of all pairs of "
+        f"{config.texts} passages of {config.length} tokens; the table shows Spearman's rank "
+        "correlation.",
+        "atoms": "Atoms: one head of rxnmapper maps each atom of the products of a reaction to an "
+        "atom of the reactants; the table shows the share of atoms with the same map in "
+        f"{count} reactions, those with more tokens than the largest size.",
+    }
     parts = [
         "# Accuracy of pretrained encoders with approximate attention",
         "All layers use the approximation, with the trained projections and no further training. "
-        "The results are compared with those of exact attention. Similarity: all-MiniLM-L6-v2 "
-        f"gives the cosine similarities of all pairs of {config.texts} passages of "
-        f"{config.length} tokens; the table shows Spearman's rank correlation. Atoms: one head of "
-        "rxnmapper maps each atom of the products of a reaction to an atom of the reactants; the "
-        f"table shows the share of atoms with the same map in {count} reactions, those with more "
-        f"tokens than the largest size. The size counts {counted()}.",
+        "The results are compared with those of exact attention. "
+        f"{' '.join(explained[task] for task in tasks)} The size counts {counted()}.",
         table(records),
         "![Agreement with exact attention against the size](kept.png)",
         *report.configuration(made),

@@ -21,7 +21,7 @@ import tyro
 if not __package__:  # run as `python experiments/efficiency.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.harness import checks, folders, machine, metrics, outcome, user_modules
+from experiments.harness import checks, folders, machine, metrics, outcome, report, user_modules
 from experiments.harness.errors import UserError
 from experiments.harness.options import command_of
 
@@ -321,7 +321,8 @@ def write_summary(
     from experiments.costs.layers import WINDOW
 
     figures = draw_all(folder, results)
-    summary = {"command": command, "config": settings, **dataclasses.asdict(results)}
+    made = {"schema": report.SCHEMA, "command": command, "config": settings}
+    summary = {**made, **dataclasses.asdict(results)}
     metrics.write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     about = ", ".join(f"{key} {value}" for key, value in settings["environment"].items())
     parts = [

@@ -70,6 +70,7 @@ def write(config: Config) -> None:
     )
     for table in tables:
         with _readable(table):
+            table.check_runs()
             comparisons.overview([table])
             comparisons.section(table, numbers, link, None)
     drawn = figures.draw_all(config.images, tables)

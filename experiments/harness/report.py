@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# Version of the keys of `summary.json`.
+# Version of the keys of `summary.json`, of all experiments.
 SCHEMA = 2
 
 
@@ -286,7 +286,8 @@ def read_report(folder: Path) -> str:
 def write(folder: Path, summary: Mapping[str, Any], text: str) -> None:
     """Writes `summary.json`, and then `summary.md`, which marks the results as finished."""
     (folder / "summary.md").unlink(missing_ok=True)
-    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    content = {"schema": SCHEMA, **summary}
+    write_atomically(folder / "summary.json", json.dumps(content, indent=2) + "\n")
     write_atomically(folder / "summary.md", text + "\n")
 
 

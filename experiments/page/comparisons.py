@@ -4,10 +4,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from experiments.harness.metrics import is_number
 from experiments.harness.report import SHARES, markdown_table
 from experiments.harness.statistics import Mean, front, mean
 from experiments.page.published import Published
-from experiments.page.results import Result
+from experiments.page.results import Result, no_number
 
 PERCENTAGES = SHARES | {"scaled_accuracy"}
 
@@ -39,6 +40,21 @@ COSTS: Mapping[str, tuple[int, str, Callable[[Mapping[str, Any]], float | None]]
 
 class Table(Result):
     """Result of a comparison."""
+
+    def check_runs(self) -> None:
+        """Raises `UserError` if a run is repeated, or has no number where the page needs one."""
+        seen: set[tuple[str, int]] = set()
+        for run in self.summary["runs"]:
+            mechanism, seed = run["mechanism"], run["seed"]
+            if (mechanism, seed) in seen:
+                raise self.refused(f"has two runs of {mechanism} with seed {seed}")
+            seen.add((mechanism, seed))
+            numbers = {key: run[key] for key in ("tokens_per_second", "temporary_bytes")}
+            for name, measures in run["held_out"].items():
+                numbers[f"held_out.{name}.{self.headline}"] = measures[self.headline]
+            for name, value in numbers.items():
+                if not is_number(value):
+                    raise self.refused(no_number(value, f"runs.{name}", mechanism))
 
     @property
     def task(self) -> str:

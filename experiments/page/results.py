@@ -1,7 +1,9 @@
 """Results in a folder: those for the page, and the reasons why others are left out."""
 
 import dataclasses
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +59,18 @@ class Result:
         version, reason = self.summary.get("schema"), None
         if self.kind is None:
             reason = "was written by an older version of its command, or by an unknown command"
-        elif self.kind == COMPARISON and version != SCHEMA:
+        elif version != SCHEMA:
             reason = f"has version {version} of the results, and this page reads version {SCHEMA}"
+        else:
+            numbers = {key: of for key, of in self.summary.items() if key != "config"}
+            reason = next(_not_finite(numbers), None)
         if reason:
-            remedy = f"delete {self.folder}, and make that table again"
-            raise UserError(f"{self.folder / 'summary.json'} {reason}; {remedy}")
+            raise self.refused(reason)
+
+    def refused(self, reason: str) -> UserError:
+        """Returns the error of a file that the page does not read; `reason` is a predicate."""
+        remedy = f"delete {self.folder}, and make that table again"
+        return UserError(f"{self.folder / 'summary.json'} {reason}; {remedy}")
 
     def reason_against(self) -> str:
         """Returns the reason why the page leaves the result out, or ""."""
@@ -83,6 +92,25 @@ class Result:
         links = ", ".join(f"[{text}]({link}/{self.name}/{name})" for text, name in files)
         others = f" (some runs: {'; '.join(found[1:])})" if found[1:] else ""
         return f"Made by `{self.summary['command']}` with {found[0]}{others}: {links}."
+
+
+def no_number(value: Any, name: str, mechanism: str = "") -> str:
+    """Returns a predicate for a file that has no number under a name."""
+    of = f" of {mechanism}" if mechanism else ""
+    return f"has {json.dumps(value)} in place of the number {name}{of}"
+
+
+def _not_finite(value: Any, keys: tuple[str, ...] = (), mechanism: str = "") -> Iterator[str]:
+    """Yields a predicate for each number of a summary that is NaN or infinite."""
+    if isinstance(value, Mapping):
+        mechanism = value.get("mechanism", mechanism)
+        for key, inner in value.items():
+            yield from _not_finite(inner, (*keys, key), mechanism)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _not_finite(inner, keys, mechanism)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield no_number(value, ".".join(keys), mechanism)
 
 
 def _place(environment: Mapping[str, str]) -> str:

@@ -46,11 +46,17 @@ def _downstream(summary: Summary) -> list[str]:
         (record["family"], f"{record['task']}, size {record['size']}"): f"{record['kept']:.3f}"
         for record in sorted(summary["records"], key=lambda r: (r["task"], r["size"]))
     }
+    explained = {
+        "similarity": "Similarity: rank correlation of the similarities of texts "
+        "(all-MiniLM-L6-v2).",
+        "atoms": "Atoms: share of atoms with the same map (rxnmapper).",
+    }
+    tasks = dict.fromkeys(record["task"] for record in summary["records"])
     return [
         "Agreement of pretrained encoders with themselves once an approximation replaces softmax "
-        "attention in all layers, without further training; 1 is full agreement. Similarity: rank "
-        "correlation of the similarities of texts (all-MiniLM-L6-v2). Atoms: share of atoms with "
-        "the same map (rxnmapper). The size counts landmarks, features, keys of a query and so on.",
+        "attention in all layers, without further training; 1 is full agreement. "
+        f"{' '.join(explained[task] for task in tasks)} "
+        "The size counts landmarks, features, keys of a query and so on.",
         _pivot("approximation", cells),
     ]
 

@@ -12,6 +12,7 @@ from experiments import efficiency
 from experiments.costs import caches, curves, layers, measuring, tables, theory
 from experiments.costs.layers import Layer, Workload, directions_of
 from experiments.harness.errors import UserError
+from experiments.harness.report import SCHEMA
 
 BUDGET = measuring.Budget(rounds=2, seconds=1.0, program_bytes=1e9)
 
@@ -30,6 +31,7 @@ def test_a_run_measures_what_is_missing_and_writes_a_summary(tmp_path, monkeypat
     few = ["128", "--directions", "causal", "--mechanisms"]
     assert efficiency.main([*argv, *few, "aft_simple"]) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["schema"] == SCHEMA
     command = summary["command"]
     assert command.startswith("python -m experiments.efficiency") and "aft_simple" in command
     assert "--output" not in command

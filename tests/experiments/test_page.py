@@ -18,7 +18,7 @@ from experiments import lra, recall, report, states
 from experiments.harness.errors import UserError
 from experiments.harness.report import SCHEMA
 from experiments.harness.statistics import Mean, front, mean
-from experiments.page import comparisons, figures, published, results, scores
+from experiments.page import comparisons, figures, published, results, scores, sections
 
 # Mechanism: accuracies of the seeds, decode state and speeds of the seeds.
 MEASURED = {
@@ -28,6 +28,7 @@ MEASURED = {
     "linear/softmax": ((0.8, 0.8, 0.8), 1000, (4.0, 4.0, 4.0)),
 }
 MADE = {
+    "schema": SCHEMA,
     "command": "python -m experiments.toys --title '{}'",
     "config": {"experiment": "toys", "task": "toy,size=3", "preset": "small"},
     "environment": {"jax": "0.0", "device": "toy", "effattn": "0.1"},
@@ -53,7 +54,6 @@ def summary(**changes):
         for seed, (value, speed) in enumerate(zip(values, speeds, strict=True))
     ]
     return {
-        "schema": SCHEMA,
         "title": "Toys compared",
         "reference": "A paper",
         "is_causal": True,
@@ -62,7 +62,14 @@ def summary(**changes):
         "columns": {"accuracy": "accuracy", "loss": "loss"},
         "runs": runs,
         **MADE,
-    } | changes
+        **changes,
+    }
+
+
+def of_runs(**changes):
+    """The runs of a summary, with changes in the first run."""
+    first, *others = summary()["runs"]
+    return [{**first, **changes}, *others]
 
 
 def of_efficiency():
@@ -83,7 +90,8 @@ def of_efficiency():
     workload = {"features": 64, "heads": 2, "precision": "bfloat16", "tokens": 4096}
     of = {"layers": layers, "longest": longest, "caches": [], "plain": [], "memory": 8e9}
     of["workload"] = workload
-    return {"command": "toys", "config": {"rounds": 1, "environment": MADE["environment"]}, **of}
+    config = {"rounds": 1, "environment": MADE["environment"]}
+    return {"schema": SCHEMA, "command": "toys", "config": config, **of}
 
 
 def of_compress():
@@ -211,11 +219,32 @@ def test_only_results_that_say_how_they_were_made_are_shown(folder, table):
             f"has version 1 of the results, and this page reads version {SCHEMA}; delete",
         ),
         (
+            {k: v for k, v in of_downstream().items() if k != "schema"},
+            f"has version None of the results, and this page reads version {SCHEMA}; delete",
+        ),
+        (
+            of_downstream() | {"records": [{"task": "atoms", "kept": math.nan}]},
+            "has NaN in place of the number records.kept; delete",
+        ),
+        (
+            summary(runs=of_runs(state_bytes=math.inf)),
+            "has Infinity in place of the number runs.state_bytes of softmax; delete",
+        ),
+        (
+            summary(runs=of_runs(tokens_per_second=None)),
+            "has null in place of the number runs.tokens_per_second of softmax; delete",
+        ),
+        (
+            summary(runs=of_runs(held_out={"short": {"accuracy": None}})),
+            "has null in place of the number runs.held_out.short.accuracy of softmax; delete",
+        ),
+        (summary(runs=of_runs(seed=1)), "has two runs of softmax with seed 1; delete"),
+        (
             {k: v for k, v in summary().items() if k not in ("schema", "columns")},
             "was written by an older version of its command, or by an unknown command; delete",
         ),
     ],
-    ids=["version", "form"],
+    ids=["version", "of another", "nan", "infinite", "none", "null score", "repeated", "form"],
 )
 def test_results_of_another_form_end_the_command(content, reason, folder, tmp_path):
     write(folder, "old", content)
@@ -416,6 +445,7 @@ def test_other_experiments_have_sections(folder, tmp_path):
     for name in made:
         part = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
         assert f"[drawn](../results/{name}/drawn.png)" in part and "with effattn 0.1" in part
+    assert "Similarity: rank correlation" in text and "Atoms: share" in text
     rows = {line.replace(" ", "") for line in text.splitlines()}
     assert {
         "|window|0.250|0.125|",
@@ -426,6 +456,13 @@ def test_other_experiments_have_sections(folder, tmp_path):
         "|linear|0.30(0.20to0.40)|0.40(0.30to0.50)|1.000|0.57(0.50to0.60)|",
     } <= rows
     assert "best of that rank" not in text
+
+
+def test_the_page_explains_only_the_tasks_of_a_result(folder):
+    atoms = [record for record in of_downstream()["records"] if record["task"] == "atoms"]
+    found = results.Result(folder / "downstream", {**of_downstream(), "records": atoms})
+    text = sections.section(found, "results")
+    assert "Atoms: share" in text and "Similarity" not in text
 
 
 def test_the_page_is_quick_and_the_same_when_it_is_written_twice(few, folder, tmp_path):

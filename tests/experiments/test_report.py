@@ -166,6 +166,12 @@ def test_perplexities_beyond_a_float_are_called_infinite(tmp_path):
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
 
 
+def test_results_without_a_comparison_have_the_version_too(tmp_path):
+    report.write(tmp_path, {"records": []}, "text")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"schema": report.SCHEMA, "records": []}
+
+
 def test_the_report_is_written_and_read_back(tmp_path):
     sweep = [result("softmax", 0, 2.7, learning_rate=0.5)]
     assert not report.finished(tmp_path, SETTINGS)
