@@ -6,6 +6,7 @@ lists the options.
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,12 @@ OF_ONE = {
     "steps": "--all-steps gives the training steps of the models",
     "evaluate_every": "every model is evaluated after its last step",
 }
+
+AT_BOUND = "at its bound"
+ON_BOUNDS = (
+    f'"{AT_BOUND.capitalize()}" marks a value at an end of the range that the fit allows: the '
+    "losses do not determine it, and the other values of that fit depend on the bound."
+)
 
 Point = dict[str, Any]
 
@@ -57,7 +64,7 @@ class Config(TextOptions):
             values = getattr(self, name)
             checks.require(len(values) > 0, self, name, "needs at least one value")
             checks.require(len(set(values)) == len(values), self, name, "must not repeat a value")
-        enough = len(self.widths) * len(self.all_steps) * len(self.seeds) > 5
+        enough = len(self.widths) * len(self.all_steps) > 5
         checks.require(enough, self, "widths", "and --all-steps must give more than 5 models")
         for cell in self.cells().values():
             try:
@@ -139,6 +146,7 @@ def fits_of(points: Sequence[Point]) -> dict[str, Any]:
             "values": fit.values,
             "intervals": fit.intervals,
             "residual": fit.residual,
+            "at_bound": fit.at_bound,
         }
         if name == "chinchilla":
             # Parameters for the least loss grow as compute to this power.
@@ -149,15 +157,22 @@ def fits_of(points: Sequence[Point]) -> dict[str, Any]:
                 "value": values["beta"] / (values["alpha"] + values["beta"]),
                 "interval": interval(share),
             }
-    kept = fits.frontier(columns["compute"], columns["loss"])
-    found["frontier"] = {
-        "points": kept,
-        "exponent": fits.power(
-            [columns["compute"][i] for i in kept], [columns["loss"][i] for i in kept]
-        )
-        if len(kept) > 1
-        else None,
-    }
+    models = by_model(points, "loss")
+    compute = [model[-1] for model in models]
+    loss = [statistics.mean(losses).value for losses in models.values()]
+    kept = fits.frontier(compute, loss)
+    front = {"compute": [compute[i] for i in kept], "loss": [loss[i] for i in kept]}
+    exponent = fits.power(front["compute"], front["loss"]) if len(kept) > 1 else None
+    found["frontier"] = {**front, "exponent": exponent}
+    return found
+
+
+def by_model(points: Sequence[Point], key: str) -> dict[tuple[Any, ...], list[float]]:
+    """Returns a quantity of all seeds by mechanism, width, parameters, tokens and compute."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for p in points:
+        model = tuple(p[n] for n in ("mechanism", "width", "parameters", "tokens", "compute"))
+        found.setdefault(model, []).append(p[key])
     return found
 
 
@@ -169,14 +184,23 @@ def interval(values: Any) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def spread(value: float, interval: Sequence[float]) -> str:
+    """Returns the text of a value with its interval."""
+    return f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
+
+
+def text_of(law: Mapping[str, Any], name: str) -> str:
+    """Returns the text of a fitted value, E for "log E"; a value at its bound is marked."""
+    value = law["values"][name]
+    text = f"{math.exp(value):.3f}" if name == "log E" else spread(value, law["intervals"][name])
+    return text + (f", {AT_BOUND}" if name in law["at_bound"] else "")
+
+
 def markdown(summary: Mapping[str, Any]) -> str:
     """Returns the Markdown report."""
 
     def with_half(loss: statistics.Mean) -> str:
         return f"{loss.value:.3f}" + ("" if loss.half is None else f" ± {loss.half:.3f}")
-
-    def spread(value: float, interval: Sequence[float]) -> str:
-        return f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
 
     rows, kaplan = [], []
     for mechanism, fit in summary["fits"].items():
@@ -184,20 +208,16 @@ def markdown(summary: Mapping[str, Any]) -> str:
         rows.append(
             [
                 mechanism,
-                *(spread(law["values"][n], law["intervals"][n]) for n in ("alpha", "beta")),
-                f"{2.718281828 ** law['values']['log E']:.3f}",
+                *(text_of(law, n) for n in ("alpha", "beta", "log E")),
                 spread(share["value"], share["interval"]),
                 "-" if front["exponent"] is None else f"{front['exponent']:.3f}",
                 f"{law['residual']:.4f}",
             ]
         )
         law = fit["kaplan"]
-        values = (spread(law["values"][n], law["intervals"][n]) for n in ("alpha", "beta"))
+        values = (text_of(law, n) for n in ("alpha", "beta"))
         kaplan.append([mechanism, *values, f"{law['residual']:.4f}"])
-    of_models: dict[tuple[Any, ...], list[float]] = {}
-    for p in summary["points"]:
-        model = tuple(p[n] for n in ("mechanism", "width", "parameters", "tokens", "compute"))
-        of_models.setdefault(model, []).append(p["bits_per_byte"])
+    of_models = by_model(summary["points"], "bits_per_byte")
     points = [
         [
             mechanism,
@@ -217,11 +237,12 @@ def markdown(summary: Mapping[str, Any]) -> str:
             "## L = E + A / N^alpha + B / D^beta",
             markdown_table([*header, "residual"], rows),
             "N counts all parameters, D the training tokens; the loss L is in nats per token. In "
-            "brackets: 95 % intervals over resampled points. The column of parameters is "
-            "beta / (alpha + beta), the power of compute with which the best number of parameters "
-            "grows (Hoffmann et al. 2022, approach 3). The slope is that of log loss against log "
-            "compute on the frontier: the points that no cheaper point beats. The residual is the "
-            "root mean square of the error of log L.",
+            "brackets: 95 % intervals over resampled pairs of N and D, each with all its seeds. "
+            f"{ON_BOUNDS} The column of parameters is beta / (alpha + beta), the power of compute "
+            "with which the best number of parameters grows (Hoffmann et al. 2022, approach 3). "
+            "The slope is that of log loss against log compute on the frontier: the models whose "
+            "loss, the mean over seeds, is below that of all models with at most their compute. "
+            "The residual is the root mean square of the error of log L.",
             "## L = ((Nc / N)^(alpha / beta) + Dc / D)^beta",
             markdown_table(["mechanism", "alpha", "beta", "residual"], kaplan),
             "Kaplan et al. 2020, equation 1.5.",
@@ -257,8 +278,8 @@ def draw(summary: Mapping[str, Any]) -> Any:
         axes[0].plot(
             [p["compute"] for p in points], [p["loss"] for p in points], **mark, label=mechanism
         )
-        kept = [points[i] for i in fit["frontier"]["points"]]
-        axes[0].plot([p["compute"] for p in kept], [p["loss"] for p in kept], **style, alpha=0.6)
+        front = fit["frontier"]
+        axes[0].plot(front["compute"], front["loss"], **style, alpha=0.6)
         law = fits.LAWS["chinchilla"]
         values = np.array([fit["chinchilla"]["values"][name] for name in law.names])
         parameters = [p["parameters"] for p in points]

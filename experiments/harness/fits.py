@@ -10,6 +10,7 @@ HUBER = 1e-3
 RESAMPLES = 100
 MOST_STEPS = 300  # of one fit; more than points of a real grid need
 INTERVAL = (2.5, 97.5)
+EDGE = 1e-3  # share of a value's range; values nearer to an end are at their bound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +93,17 @@ class Fit:
 
     Attributes:
       values: least Huber loss of log L, as in Hoffmann et al. 2022.
-      intervals: percentiles over resampled points.
+      intervals: percentiles over resampled cells; a cell is all points of one N and D.
       resampled: values of each resample, `(R,)` by name.
       residual: root mean square of the error of log L.
+      at_bound: names of values at an end of their range, which the points do not determine.
     """
 
     values: Mapping[str, float]
     intervals: Mapping[str, tuple[float, float]]
     resampled: Mapping[str, np.ndarray]
     residual: float
+    at_bound: tuple[str, ...]
 
 
 def fit(
@@ -112,29 +115,46 @@ def fit(
 ) -> Fit:
     """Fits a law to the losses of models of several sizes and numbers of training tokens.
 
+    Points of the same size and number of tokens differ in their seeds. Their errors are not
+    independent, as the law may be wrong there, so they are resampled together.
+
     Raises:
-      ValueError: fewer points than values.
+      ValueError: no more cells than values.
     """
     log_n, log_d, log_l = (np.log(np.asarray(x, float)) for x in (parameters, tokens, loss))
-    if len(log_l) <= len(law.names):
+    _, cell_of = np.unique(np.stack([log_n, log_d]), axis=1, return_inverse=True)
+    cells = [np.flatnonzero(cell_of == cell) for cell in range(max(cell_of) + 1)]
+    if len(cells) <= len(law.names):
         raise ValueError(
-            f"a fit of {len(law.names)} values needs more points than that, got {len(log_l)}"
+            f"a fit of {len(law.names)} values needs more pairs of size and tokens than that, got "
+            f"{len(cells)}"
         )
     found = _least(law, law.starts, log_n, log_d, log_l)
     rng = np.random.default_rng(seed)
     again = []
     for _ in range(RESAMPLES):
-        at = rng.integers(len(log_l), size=len(log_l))
+        at = np.concatenate([cells[n] for n in rng.integers(len(cells), size=len(cells))])
         again.append(_least(law, (tuple(found),), log_n[at], log_d[at], log_l[at]))
     columns = dict(zip(law.names, np.array(again).T, strict=True))
     low_high = {n: tuple(map(float, np.percentile(c, INTERVAL))) for n, c in columns.items()}
     error = law.log_loss(found, log_n, log_d) - log_l
+    low, high = _bounds(law)
+    near = np.minimum(found - low, high - found) < EDGE * (high - low)
     return Fit(
         dict(zip(law.names, map(float, found), strict=True)),
         low_high,  # type: ignore[arg-type]
         columns,
         float(np.sqrt(np.mean(error**2))),
+        tuple(name for name, is_near in zip(law.names, near, strict=True) if is_near),
     )
+
+
+def _bounds(law: Law) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the least and the largest value that a fit may take, for each name."""
+    low, high = zip(
+        *((0.01, 3.0) if n in ("alpha", "beta") else (-10.0, 60.0) for n in law.names), strict=True
+    )
+    return np.array(low), np.array(high)
 
 
 def _least(
@@ -150,14 +170,12 @@ def _least(
     def slopes(values: np.ndarray) -> np.ndarray:
         return law.slopes(values, log_n, log_d)
 
-    bounds = [(0.01, 3.0) if n in ("alpha", "beta") else (-10.0, 60.0) for n in law.names]
-    low_high = tuple(np.array(bounds).T)
     each = [
         optimize.least_squares(
             errors,
             start,
             jac=slopes,
-            bounds=low_high,
+            bounds=_bounds(law),
             x_scale="jac",
             loss="huber",
             f_scale=HUBER,
@@ -169,9 +187,9 @@ def _least(
 
 
 def frontier(compute: Sequence[float], loss: Sequence[float]) -> list[int]:
-    """Returns the indices of the points that no point with less compute beats, by compute."""
+    """Returns the indices of the points below all others with at most their compute, in order."""
     kept: list[int] = []
-    for index in np.argsort(compute):
+    for index in np.lexsort((loss, compute)):
         if not kept or loss[index] < loss[kept[-1]]:
             kept.append(int(index))
     return kept

@@ -1,7 +1,6 @@
 """Sections of the page on results that are no comparisons of trained models."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from experiments.harness.report import markdown_table
@@ -96,20 +95,19 @@ def _efficiency(summary: Summary) -> list[str]:
 
 
 def _scaling(summary: Summary) -> list[str]:
-    def spread(value: float, interval: Sequence[float]) -> str:
-        return f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
+    from experiments.scaling import ON_BOUNDS, spread, text_of
 
     rows = []
     for mechanism, fit in summary["fits"].items():
         law, share = fit["chinchilla"], fit["optimal_parameters"]
-        powers = [spread(law["values"][n], law["intervals"][n]) for n in ("alpha", "beta")]
-        lowest = f"{math.exp(law['values']['log E']):.3f}"
-        rows.append([mechanism, *powers, lowest, spread(share["value"], share["interval"])])
+        values = [text_of(law, name) for name in ("alpha", "beta", "log E")]
+        rows.append([mechanism, *values, spread(share["value"], share["interval"])])
     header = ["mechanism", "alpha", "beta", "E (nats per token)", "exponent of compute"]
     return [
         f"Fits of L = E + A / N^alpha + B / D^beta to the losses L of {len(summary['points'])} "
         "language models, with N parameters and D training tokens. The best N grows as compute to "
-        "the power in the last column. In brackets: 95 % intervals over resampled models.",
+        "the power in the last column. In brackets: 95 % intervals over resampled pairs of N "
+        f"and D, each with all its seeds. {ON_BOUNDS}",
         markdown_table(header, rows),
     ]
 

@@ -78,10 +78,36 @@ def test_slopes_are_the_derivatives(name):
 
 
 def test_fewer_points_than_values_are_refused():
-    with pytest.raises(ValueError, match="a fit of 4 values needs more points than that, got 4"):
-        fits.fit(fits.LAWS["kaplan"], [1, 2, 3, 4], [1, 2, 3, 4], [4, 3, 2, 1])
+    """Further seeds of the same sizes do not help."""
+    sizes, losses = 2 * [1, 2, 3, 4], 2 * [4, 3, 2, 1]
+    with pytest.raises(ValueError, match="a fit of 4 values needs more pairs of .* than that, got"):
+        fits.fit(fits.LAWS["kaplan"], sizes, sizes, losses)
+
+
+def test_seeds_of_a_model_are_resampled_together(monkeypatch):
+    """So equal losses of three seeds give the intervals of one seed."""
+    monkeypatch.setattr(fits, "RESAMPLES", 5)
+    law = fits.LAWS["kaplan"]
+    loss = np.exp(law.log_loss(np.array(KNOWN["kaplan"]), np.log(PARAMETERS), np.log(TOKENS)))
+    loss *= np.exp(np.random.default_rng(0).normal(scale=1e-2, size=loss.shape))
+    one = fits.fit(law, PARAMETERS, TOKENS, loss)
+    three = fits.fit(law, *(np.tile(x, 3) for x in (PARAMETERS, TOKENS, loss)))
+    for name in law.names:
+        assert three.intervals[name] == pytest.approx(one.intervals[name], rel=1e-3)
+
+
+def test_values_at_a_bound_are_named(monkeypatch):
+    """Losses that fall to 0 have no E."""
+    monkeypatch.setattr(fits, "RESAMPLES", 1)
+    law = fits.LAWS["chinchilla"]
+    for log_e, at_bound in ((-30.0, ("log E",)), (0.0, ())):
+        values = np.array([log_e, *KNOWN["chinchilla"][1:]])
+        loss = np.exp(law.log_loss(values, np.log(PARAMETERS), np.log(TOKENS)))
+        assert fits.fit(law, PARAMETERS, TOKENS, loss).at_bound == at_bound
 
 
 def test_the_frontier_has_the_points_that_no_cheaper_one_beats():
     assert fits.frontier([3, 1, 2, 4], [2.0, 3.0, 3.5, 1.0]) == [1, 0, 3]
+    for loss in itertools.permutations([3.0, 2.0, 2.5]):  # one compute
+        assert fits.frontier([1, 1, 1], loss) == [loss.index(2.0)]
     assert fits.power([1, 10, 100], [5, 0.5, 0.05]) == pytest.approx(-1)

@@ -123,6 +123,7 @@ def of_finetune():
 def of_scaling():
     law = {"values": {"alpha": 0.3, "beta": 0.4, "log E": 0.0}}
     law["intervals"] = {"alpha": [0.2, 0.4], "beta": [0.3, 0.5]}
+    law["at_bound"] = ["log E"]
     share = {"value": 0.57, "interval": [0.5, 0.6]}
     fit = {"chinchilla": law, "optimal_parameters": share}
     return MADE | {"points": [{}] * 6, "fits": {"linear": fit}}
@@ -453,7 +454,7 @@ def test_other_experiments_have_sections(folder, tmp_path):
         "|`linear`|512|512|512|<=256|1M|256k|",
         "|4bitsaweight|2.500|2.250|1kB|4.00|",
         "|linear|distill|4.000±0.000|2.255±0.064|2.500±0.000|",
-        "|linear|0.30(0.20to0.40)|0.40(0.30to0.50)|1.000|0.57(0.50to0.60)|",
+        "|linear|0.30(0.20to0.40)|0.40(0.30to0.50)|1.000,atitsbound|0.57(0.50to0.60)|",
     } <= rows
     assert "best of that rank" not in text
 

@@ -90,9 +90,39 @@ def test_mechanisms_that_diverge_in_a_model_are_left_out_of_the_table(
     assert "This run is finished" in capsys.readouterr().out
 
 
+def test_the_frontier_has_the_means_of_seeds(monkeypatch):
+    monkeypatch.setattr(fits, "RESAMPLES", 1)
+    points = [
+        {
+            "mechanism": "linear",
+            "width": width,
+            "parameters": 100 * width,
+            "tokens": tokens,
+            "compute": 600 * width * tokens,
+            "loss": 1 + 8 / width + 99 / tokens + 0.5 * seed,
+        }
+        for width in (8, 16)
+        for tokens in (100, 300, 900)
+        for seed in (0, 1)
+    ]
+    front = scaling.fits_of(points)["frontier"]
+    of_sizes = ((8, 100), (16, 100), (8, 300), (16, 300), (16, 900))  # not (8, 900)
+    assert front["compute"] == [600 * width * tokens for width, tokens in of_sizes]
+    assert front["loss"] == pytest.approx([3.24, 2.74, 2.58, 2.08, 1.86])
+    assert scaling.fits_of(points[::-1])["frontier"] == front
+
+
+def test_values_at_a_bound_are_marked():
+    law = {"values": {"log E": -10.0, "beta": 0.5}, "intervals": {"beta": (0.4, 0.6)}}
+    law["at_bound"] = ("log E",)
+    assert scaling.text_of(law, "log E") == "0.000, at its bound"
+    assert scaling.text_of(law, "beta") == "0.50 (0.40 to 0.60)"
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
+        (["--widths", "8", "--seeds", "0", "1", "2"], "must give more than 5 models, got 8"),
         (["--widths", "8"], "--widths and --all-steps must give more than 5 models, got 8"),
         (["--widths", "8", "8"], "--widths must not repeat a value, got 8 8"),
         (["--all-steps"], "--all-steps needs at least one value, got none"),
