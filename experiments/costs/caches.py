@@ -16,8 +16,14 @@ PIECE = 4096  # tokens of a prefix that one call reads
 
 
 def key_heads(heads: int) -> dict[str, int]:
-    """Returns numbers of key heads of softmax attention by the name of the cache."""
-    return {"multi-head": heads, "grouped-query": heads // 2, "multi-query": 1}
+    """Returns numbers of key heads of softmax attention by the name of the cache, all different."""
+    found = {"multi-head": heads}
+    proper = [n for n in range(1, heads) if heads % n == 0]
+    if proper and proper[-1] > 1:
+        found["grouped-query"] = proper[-1]
+    if proper:
+        found["multi-query"] = 1
+    return found
 
 
 def cache_layers(mechanism: str, length: int, workload: Workload) -> dict[str, Layer]:

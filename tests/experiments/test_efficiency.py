@@ -287,6 +287,22 @@ def test_caches_of_shared_heads_are_smaller():
     assert found["mamba2"][0] > 0
 
 
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        (1, {"multi-head": 1}),
+        (5, {"multi-head": 5, "multi-query": 1}),
+        (8, {"multi-head": 8, "grouped-query": 4, "multi-query": 1}),
+        (9, {"multi-head": 9, "grouped-query": 3, "multi-query": 1}),
+    ],
+)
+def test_caches_of_any_number_of_heads(heads, expected):
+    """Key heads divide the heads, and no two caches are the same."""
+    assert caches.key_heads(heads) == expected
+    for layer in caches.cache_layers("softmax", 32, Workload(8 * heads, heads)).values():
+        caches.bytes_by_token(layer)
+
+
 def test_steps_after_each_prefix_are_timed():
     seconds = caches.step_seconds(Layer("aft_simple", "causal", 32), (3, 9), rounds=2)
     assert seconds.keys() == {3, 9} and min(seconds.values()) > 0
