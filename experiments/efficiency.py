@@ -239,7 +239,7 @@ def measure_caches(config: Config, names: Sequence[str], folder: Path) -> list[R
 
     prefixes, records = QUICK_PREFIXES if config.quick else PREFIXES, []
     for name in names:
-        layers = caches.cache_layers(name, 2 * max(prefixes), workload_of(config))
+        layers = caches.cache_layers(name, caches.capacity(prefixes), workload_of(config))
         for cache, layer in layers.items():
 
             def make(cache: str = cache, layer: Any = layer) -> Record:
@@ -375,6 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measure_plain(config, folder) if "stored" in extras else [],
                 memory_of(config),
                 workload_of(config),
+                tables.fast_bytes(),
             )
             command = command_of("efficiency", config, Config())
             write_summary(folder, config, settings, results, command)

@@ -15,6 +15,11 @@ from experiments.costs.layers import EXACT, Layer, Workload
 PIECE = 4096  # tokens of a prefix that one call reads
 
 
+def capacity(prefixes: Sequence[int]) -> int:
+    """Returns the number of tokens that all caches have room for, whatever their prefix."""
+    return 2 * max(prefixes)
+
+
 def key_heads(heads: int) -> dict[str, int]:
     """Returns numbers of key heads of softmax attention by the name of the cache, all different."""
     found = {"multi-head": heads}

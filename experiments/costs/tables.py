@@ -7,12 +7,14 @@ from typing import Any
 
 from effattn import registry
 from experiments.costs import theory
+from experiments.costs.caches import capacity
 from experiments.costs.figures import short
 from experiments.costs.layers import EXACT, PASSES, Workload
 from experiments.costs.measuring import Record
 from experiments.harness.report import markdown_table
 
 NONE = "-"
+SHARED_MEMORY = 256 * 1024  # bytes of a multiprocessor
 MATRIX_LENGTHS = tuple(2**n for n in range(10, 21, 2))  # 1k to 1M
 
 
@@ -27,6 +29,7 @@ class Results:
       plain: bytes of attention that stores its matrices, by length and pass.
       memory: bytes that the longest lengths must fit into.
       workload: size of the layers and batches.
+      fast_memory: bytes of the fast memory, for the bound of exact attention.
     """
 
     layers: Sequence[Record]
@@ -35,6 +38,7 @@ class Results:
     plain: Sequence[Record]
     memory: int
     workload: Workload = Workload()
+    fast_memory: int = SHARED_MEMORY
 
     def directions(self) -> list[str]:
         return list(dict.fromkeys(record["direction"] for record in self.layers))
@@ -100,9 +104,11 @@ def all_tables(results: Results) -> list[str]:
         "arrays, because each temporary array is written once and read once. For each head, exact "
         "attention must move about N^2 H^2 / M numbers or more (Dao et al. 2022), where N is the "
         "length, H the head dimension and M the number of entries in the fast memory, here "
-        f"{fast_bytes() / 1024:,.0f} KiB. If queries, keys, values and outputs have more numbers "
-        "than that, the bound is their size. The layer also moves the parameters of its "
-        "projections, which the bound does not include.",
+        f"{results.fast_memory / 1024:,.0f} KiB. If queries, keys, values and outputs have more "
+        "numbers than that, the bound is their size. The layer also moves the parameters of its "
+        f'projections, which the bound does not include. "{NONE}" stands where the keys and values '
+        "of a head do not fit in the fast memory: a program in tiles reads them again for each "
+        "tile of queries, and the sizes of the arrays do not show how often.",
     ]
     if results.caches:
         parts += [
@@ -110,7 +116,8 @@ def all_tables(results: Results) -> list[str]:
             caches(results.caches),
             "The table shows the decode cache of one layer for one sequence: the bytes that each "
             "token adds, the bytes that do not depend on the length, and the speed of decode steps "
-            "after a prefix. A cache with 0 bytes per token does not grow with the length.",
+            "after a prefix. A cache with 0 bytes per token does not grow with the length."
+            + on_capacity(results.caches),
         ]
     return [*parts, *classical(results)]
 
@@ -184,7 +191,7 @@ def costs(results: Results, direction: str, length: int) -> str:
 
 
 def moved(results: Results) -> str:
-    rows = []
+    rows: dict[tuple[str, ...], list[str]] = {}
     for direction in results.directions():
         keys = ("argument_bytes", "result_bytes", "temporary_bytes")
         arguments, outputs, temporaries = (
@@ -195,14 +202,36 @@ def moved(results: Results) -> str:
         for length in temporaries:
             heads = workload.heads * workload.sequences(length)
             size = arguments[length] + outputs[length] + 2 * temporaries[length]
-            bound = theory.io_bound(length, head_size, heads, fast_bytes(), workload.itemsize)
-            cells = [f"{size / 1e6:,.1f}", f"{bound / 1e6:,.1f}", f"{size / bound:.2f}"]
-            rows.append([direction, short(length), *cells])
-    return markdown_table(["direction", "length", "moved, MB", "bound, MB", "ratio"], rows)
+            memory, itemsize = results.fast_memory, workload.itemsize
+            bound = theory.io_bound(length, head_size, heads, memory, itemsize)
+            fits = 2 * length * head_size * itemsize <= memory
+            cells = (f"{size / 1e6:,.1f}", f"{size / bound:.2f}") if fits else (NONE, NONE)
+            row = short(length), cells[0], f"{bound / 1e6:,.1f}", cells[1]
+            rows.setdefault(row, []).append(direction)
+    # Directions whose arrays are equally large share a row.
+    lines = [[length, ", ".join(of), *cells] for (length, *cells), of in rows.items()]
+    return markdown_table(["length", "direction", "moved, MB", "bound, MB", "ratio"], lines)
+
+
+def prefixes_of(records: Sequence[Record]) -> list[int]:
+    """Returns the prefixes of decode caches, in rising order."""
+    return sorted({int(p) for record in records for p in record.get("seconds", ())})
+
+
+def on_capacity(records: Sequence[Record]) -> str:
+    """Returns a sentence on the allocated size of the caches, if any was timed."""
+    prefixes = prefixes_of(records)
+    if not prefixes:
+        return ""
+    return (
+        f" Caches that grow have room for {short(capacity(prefixes))} tokens after every prefix. "
+        "A step that computes with all of this room, as that of exact attention does in XLA, is "
+        "equally fast after all prefixes."
+    )
 
 
 def caches(records: Sequence[Record]) -> str:
-    prefixes = sorted({int(p) for record in records for p in record.get("seconds", ())})
+    prefixes = prefixes_of(records)
     rows = []
     for record in records:
         seconds = {int(p): s for p, s in record.get("seconds", {}).items()}
@@ -294,14 +323,14 @@ def not_timed(results: Results) -> list[str]:
 def fast_bytes() -> int:
     """Returns the size of the fast memory M: the second-level cache of a CPU core.
 
-    On an accelerator, and where the system does not say, 256 KiB, the size of the shared memory of
-    a multiprocessor.
+    On an accelerator, and where the system does not say, that of the shared memory of a
+    multiprocessor.
     """
     import jax
 
     path = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
     if jax.default_backend() != "cpu" or not path.exists():
-        return 256 * 1024
+        return SHARED_MEMORY
     return int(path.read_text().strip().removesuffix("K")) * 1024
 
 

@@ -49,6 +49,7 @@ def test_a_run_measures_what_is_missing_and_writes_a_summary(tmp_path, monkeypat
     assert all((tmp_path / f"{name}-causal.png").exists() for name in names)
     text = (tmp_path / "summary.md").read_text()
     assert "python -m experiments.efficiency" in text and text.count("| `aft_simple` |") == 3
+    assert "Caches that grow have room for 2k tokens after every prefix." in text
     assert "jax" in summary["config"]["environment"]
 
     path = tmp_path / "layers" / "softmax-causal-128.json"
@@ -255,6 +256,19 @@ def test_the_bound_of_exact_attention():
     """N^2 H^2 / M entries, and no fewer than queries, keys, values and outputs."""
     assert theory.io_bound(2**16, 64, 1, 2**20) == 4 * 2**32 * 2**12 / 2**18
     assert theory.io_bound(256, 64, 2, 2**20) == 4 * 2 * 4 * 256 * 64
+
+
+def test_no_ratio_where_tiles_read_keys_again():
+    """256 KiB hold the keys and values of one head at 512 tokens, and not at 1,024."""
+    sizes = {"argument_bytes": 2e6, "result_bytes": 1e6, "temporary_bytes": 1e6}
+    records = [
+        {"mechanism": "softmax", "direction": direction, "length": n, "passes": {"forward": sizes}}
+        for direction in layers.DIRECTIONS
+        for n in (512, 1024)
+    ]
+    results = tables.Results(records, (), (), (), 0, Workload(256, 4), fast_memory=2**18)
+    rows = [line.replace(" ", "") for line in tables.moved(results).splitlines()[2:]]
+    assert rows == ["|512|causal,bidirectional|5.0|2.1|2.38|", "|1k|causal,bidirectional|-|4.2|-|"]
 
 
 def test_bytes_per_parameter_agree_with_the_optimisers():
