@@ -71,7 +71,7 @@ class Config:
     memory: float | None = None  # GB that the longest sequence must fit into; default the device's
     # Tables beside those of time and memory: the longest sequence that fits, decode caches, and
     # attention that stores its matrices. Each compiles many programs; "--extras" without names
-    # leaves out all three.
+    # leaves out all three, but tables of an earlier command in the folder stay.
     extras: tuple[Extra, ...] = EXTRAS
     output: Path | None = None  # run folder; default runs/efficiency-HASH, by machine and workload
 
@@ -132,17 +132,23 @@ def recall(path: Path, keys: tuple[str, ...], make: Callable[[], Record]) -> Rec
     return json.loads(json.dumps(record))
 
 
-def restore(folder: Path) -> None:
+def restore(folder: Path) -> set[Extra]:
     """Writes the records of `summary.json` to files of their own, if the folder has no such files.
+
+    Returns:
+      The extras of which `summary.json` has records.
 
     Raises:
       UserError: `summary.json` is damaged.
     """
     path = folder / "summary.json"
-    if not path.exists() or (folder / "layers").exists():
-        return
+    if not path.exists():
+        return set()
     rows = {"layers": OF_LAYER, "longest": OF_LONGEST, "caches": OF_CACHE, "plain": OF_PLAIN}
     summary = metrics.read_json(path, (), "delete it, and the command measures again", rows)
+    extras = {extra for extra in EXTRAS if summary["plain" if extra == "stored" else extra]}
+    if (folder / "layers").exists():
+        return extras
     found: dict[str, Record] = {}
     for row in summary["layers"]:
         found[f"layers/{row['mechanism']}-{row['direction']}-{row['length']}"] = row
@@ -155,6 +161,7 @@ def restore(folder: Path) -> None:
         found[f"plain/{row['length']}"] = row
     for name, row in found.items():
         recall(folder / f"{name}.json", (), functools.partial(dict, row))
+    return extras
 
 
 def measure_layers(config: Config, names: Sequence[str], folder: Path) -> list[Record]:
@@ -363,9 +370,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = folders.path_of(config.output, f"efficiency-{folders.fingerprint(settings)}")
         with folders.claimed(folder, settings):
             print(f"Writing to {folder}. If stopped, the same command goes on.", flush=True)
-            restore(folder)
+            # The recorded command makes the whole summary, also the tables of earlier commands.
+            extras = restore(folder) | {*config.extras}
+            command = command_of(
+                "efficiency",
+                dataclasses.replace(config, extras=tuple(e for e in EXTRAS if e in extras)),
+                Config(),
+            )
             layers = measure_layers(config, names, folder)
-            extras = {*config.extras}
             if "causal" not in config.all_directions():
                 extras.discard("caches")
             results = tables.Results(
@@ -377,7 +389,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 workload_of(config),
                 tables.fast_bytes(),
             )
-            command = command_of("efficiency", config, Config())
             write_summary(folder, config, settings, results, command)
         print((folder / "summary.md").read_text(encoding="utf-8"))
         print(f"In {folder}: summary.md, summary.json, figures, and a file for each measurement.")

@@ -64,11 +64,20 @@ def test_a_run_measures_what_is_missing_and_writes_a_summary(tmp_path, monkeypat
 
     for folder in ("layers", "longest", "caches"):
         shutil.rmtree(tmp_path / folder)
-    assert efficiency.main([*argv, *few, "aft_simple", "convolution"]) == 0
+    more = [*argv, *few, "aft_simple", "convolution"]
+    for extras in (["--extras", "caches"], ["--extras"]):  # the others stay
+        assert efficiency.main([*more, *extras]) == 0
+        again = json.loads((tmp_path / "summary.json").read_text())
+        assert exact in again["layers"] and len(again["layers"]) == 3
+        assert [r["mechanism"] for r in again["longest"]] == [
+            "softmax",
+            "aft_simple",
+            "convolution",
+        ]
+        assert {r["cache"] for r in again["caches"]} > {r["cache"] for r in summary["caches"]}
+        assert again["command"].endswith("--extras longest caches")
     lines = [line for line in capsys.readouterr().out.splitlines() if " tokens  causal " in line]
     assert lines == ["128 tokens  causal convolution"]
-    again = json.loads((tmp_path / "summary.json").read_text())
-    assert exact in again["layers"] and len(again["layers"]) == 3
 
     path.write_text("{")
     assert efficiency.main([*argv, *few, "aft_simple"]) == 1
