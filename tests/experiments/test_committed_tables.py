@@ -3,7 +3,6 @@
 Two mechanisms whose numbers agree to the last digit are one mechanism under two names.
 """
 
-import itertools
 import json
 import pathlib
 import re
@@ -101,15 +100,15 @@ def repeated(rows):
     Rows with fewer than two numbers that are neither settings nor expected are skipped, and so are
     rows whose learnt numbers are all expected, as two mechanisms may have equal sizes.
     """
-    for (one, first), (other, second) in itertools.combinations(rows, 2):
+    for place, (one, first) in enumerate(rows):
         named = {name for name in one if not SPEEDS.search(name)} or {*one}
         results = {name for name in named if not SETTINGS.search(name)}
         telling = {name for name in results if not is_expected(name, one[name])}
         learnt = set(filter(LEARNT.search, results))
-        if learnt and not learnt & telling:
+        if len(telling) < 2 or (learnt and not learnt & telling):
             continue
-        if len(telling) > 1 and one.keys() == other.keys():
-            if all(one[name] == other[name] for name in named):
+        for other, second in rows[place + 1 :]:
+            if one.keys() == other.keys() and all(one[name] == other[name] for name in named):
                 return first, second
     return None
 
