@@ -195,7 +195,7 @@ def _measured(entry: Mechanism) -> str:
         ]
     scores = [
         (
-            f"[{each.task}](../report.md#{each.task})",
+            f"[{each.task}](../report.md#{each.task.lower()})",
             "causal" if each.is_causal else "bidirectional",
             f"{each.score:.2f}",
             f"{each.typical:.2f}",

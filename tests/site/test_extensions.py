@@ -166,3 +166,11 @@ def test_links_to_files_become_links_to_pages():
     text, _ = repository_links.converted("[x](docs/report.md)", "copied/contributing")
     assert text == "[x](../report.md)"
     assert converted("```\n[x](nowhere.md)\n```") == ("```\n[x](nowhere.md)\n```", [])
+
+
+def test_links_to_results_are_those_of_their_headings():
+    """The site makes identifiers of headings in lower case."""
+    page = mechanism_pages.generated("delta_net")
+    found = re.findall(r"\[([\w-]+)\]\(\.\./report\.md#([\w-]+)\)", page)
+    assert ("states-small-S5", "states-small-s5") in found
+    assert all(place == name.lower() for name, place in found)
