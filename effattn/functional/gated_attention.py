@@ -8,12 +8,14 @@ from effattn.naive import masked_softmax, over_examples
 
 
 def naive(mixer, x):
-    """The equations of the paper: x `(T, D)`, n counts heads; softmax without rotary embedding."""
+    """The equations of the paper: x `(T, D)`, n counts heads; the attention is softmax."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     layers = mixer.query, mixer.key, mixer.value, mixer.gate
     query, key, value, gate = (jnp.einsum("td,dnh->tnh", x, layer.kernel[...]) for layer in layers)
     key, value = (jnp.repeat(each, mixer.num_heads // each.shape[1], 1) for each in (key, value))
     place = jnp.arange(len(x))
+    if mixer.rotary is not None:
+        query, key = (mixer.rotary(each, place) for each in (query, key))
     allowed = jnp.logical_not(mixer.is_causal) | (place <= place[:, None])
     logits = jnp.einsum("tnh,snh->nts", query, key).astype(wide) / query.shape[-1] ** 0.5
     weights = jax.vmap(masked_softmax, (0, None))(logits, allowed)
