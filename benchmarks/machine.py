@@ -6,10 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +16,7 @@ import numpy as np
 
 import effattn
 from benchmarks.workloads import HEAD_SIZE, HEADS
+from experiments.harness.machine import commit, cores, processor
 
 PACKAGES = ("jax", "jaxlib", "numpy", "tokamax", "torch")
 SQUARE, TILE, EXPONENTIALS = 4096, 512, 2**20  # the exponentials stay in the cache
@@ -29,13 +28,6 @@ class Rate(NamedTuple):
     kind: str
     of: str
     per_second: float
-
-
-def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def installed(package: str) -> bool:
@@ -51,7 +43,7 @@ def describe(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
         torch.set_num_threads(cores())
         threads["PyTorch"] = torch.get_num_threads()
     return {
-        "cpu": _cpu_model(),
+        "cpu": processor(),
         "cores": cores(),
         "threads": threads,
         "load_average": [round(load, 2) for load in os.getloadavg()],
@@ -61,7 +53,7 @@ def describe(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
             "effattn": effattn.__version__,
             **dict(zip(packages, map(_version, packages), strict=True)),
         },
-        "commit": _commit(),
+        "commit": commit() or None,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -113,33 +105,8 @@ def _best(call: Callable[[], Any], seconds: float) -> float:
     return min(taken)
 
 
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Returns the commit, with a + if files have changed since; None outside a repository."""
-    root = Path(__file__).resolve().parents[1]
-
-    def git(*arguments):
-        return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
         return None

@@ -31,7 +31,7 @@ def costs(direction: str) -> str:
     entries = [e for e in map(registry.get, registry.names()) if direction in e.capabilities]
     lines = []
     for entry in entries:
-        of_length = {layer["length"]: layer for layer in measurements.layers(direction, entry.name)}
+        of_length = {layer["length"]: layer for layer in measurements.layers(entry.name, direction)}
         steps = {n: of_length[n]["passes"]["step"] for n in LENGTHS if n in of_length}
         relative = {n: measurements.times(step) for n, step in steps.items()}
         quality = measurements.mean_quality(entry.name, direction == "causal")

@@ -11,21 +11,30 @@ from effattn.advice import quality
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
-COSTS = RESULTS / "efficiency-all" / "summary.json"  # the experiment `efficiency`
+# Results of the experiment `efficiency`. The second has a mechanism that the first lacks, measured
+# on another machine.
+COSTS = "efficiency-all", "efficiency-gated-attention"
 
 
 @functools.cache
-def costs() -> Mapping[str, Any]:
-    """The result of the experiment `efficiency`."""
-    return json.loads(COSTS.read_text(encoding="utf-8"))
+def _costs(name: str) -> Mapping[str, Any]:
+    return json.loads((RESULTS / name / "summary.json").read_text(encoding="utf-8"))
 
 
-def layers(direction: str | None = None, mechanism: str | None = None) -> list[Mapping[str, Any]]:
-    """Records of layers, by length."""
+def table_of(mechanism: str) -> str:
+    """The name of the result that has the costs of a mechanism."""
+    for name in COSTS:
+        if any(layer["mechanism"] == mechanism for layer in _costs(name)["layers"]):
+            return name
+    raise ValueError(f"no result of {', '.join(COSTS)} has {mechanism}")
+
+
+def layers(mechanism: str, direction: str | None = None) -> list[Mapping[str, Any]]:
+    """Records of the layers of a mechanism, by length."""
     return [
         layer
-        for layer in sorted(costs()["layers"], key=lambda layer: layer["length"])
-        if direction in (None, layer["direction"]) and mechanism in (None, layer["mechanism"])
+        for layer in sorted(_costs(table_of(mechanism))["layers"], key=lambda each: each["length"])
+        if layer["mechanism"] == mechanism and direction in (None, layer["direction"])
     ]
 
 
@@ -34,9 +43,9 @@ def times(found: Mapping[str, Any]) -> float | None:
     return 1 / found["ratio"] if found.get("ratio") else None
 
 
-def machine() -> str:
-    """The device of the costs, in words."""
-    environment = costs()["config"]["environment"]
+def machine(mechanism: str) -> str:
+    """The device of the costs of a mechanism, in words."""
+    environment = _costs(table_of(mechanism))["config"]["environment"]
     return f"{environment['cores']} cores of a CPU with jax {environment['jax']}"
 
 

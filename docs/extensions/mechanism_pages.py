@@ -191,7 +191,8 @@ def _measured(entry: Mechanism) -> str:
             "Time of one layer as a multiple of that of exact attention, measured beside it (above "
             "1 is slower), and the memory of temporary arrays in a training step:",
             table(headings, rows),
-            f"Measured on {measurements.machine()}: [all numbers](../report.md#efficiency-all).",
+            f"Measured on {measurements.machine(entry.name)}: "
+            f"[all numbers](../report.md#{measurements.table_of(entry.name)}).",
         ]
     scores = [
         (
@@ -214,7 +215,7 @@ def _measured(entry: Mechanism) -> str:
 def cost_rows(name: str) -> list[tuple[str, ...]]:
     """Rows of the table of measured costs, for each direction and length."""
     rows = []
-    for layer in measurements.layers(mechanism=name):
+    for layer in measurements.layers(name):
         passes = layer["passes"]
         step = passes["step"]
         if "temporary_bytes" in step:

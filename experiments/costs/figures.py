@@ -20,6 +20,9 @@ GREY = "#999999"
 # Longer names in a legend of two columns would make the panels narrow.
 LONGEST_IN_TWO_COLUMNS = 18
 
+# More lines in a panel cannot be told apart.
+MOST_LINES = 12
+
 # Points of a line: lengths and values.
 Line = tuple[Sequence[int], Sequence[float]]
 
@@ -42,32 +45,49 @@ def draw_families(
     families: Mapping[str, Mapping[str, Line]],
     exact: tuple[str, Line],
 ) -> None:
-    """Draws a panel for each family on one page, with exact attention in grey in each."""
-    columns = min(3, len(families))
-    rows = math.ceil(len(families) / columns)
-    most = max(len(lines) for lines in families.values())
+    """Draws families on one page, with exact attention in grey in each panel.
+
+    A family has one panel, or several with at most `MOST_LINES` lines.
+    """
+    name, line = exact
+    panels = _panels(families, name)
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    most = max(len(lines) for lines in panels.values())
     size = (2.5 * columns + 0.4, (2.2 + 0.075 * most) * rows + 0.5)
     figure, grid = plt.subplots(
         rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    name, line = exact
-    for axes, (family, lines) in zip(grid.flat, families.items(), strict=False):
+    for axes, (panel, lines) in zip(grid.flat, panels.items(), strict=False):
         axes.plot(line[0], _in(quantity, line[1]), color=GREY, linewidth=2.5, zorder=1)
-        _draw_lines(axes, quantity, {n: points for n, points in lines.items() if n != name})
-        axes.set_title(family, fontsize=9)
-        if len(lines) > (name in lines):
+        _draw_lines(axes, quantity, lines)
+        axes.set_title(panel, fontsize=9)
+        if lines:
             in_row = 2 if max(map(len, lines)) <= LONGEST_IN_TWO_COLUMNS else 1
             axes.legend(
                 fontsize=6.5, ncols=in_row, loc="upper center", bbox_to_anchor=(0.5, -0.2),
                 frameon=False, handlelength=2.2, columnspacing=1, labelspacing=0.25,
             )  # fmt: skip
-    for axes in grid.flat[len(families) :]:
+    for axes in grid.flat[len(panels) :]:
         axes.remove()
     for axes in grid[:, 0]:
         axes.set_ylabel(quantity.label, fontsize=8)
-    _label_lengths(grid.flat[: len(families)])
+    _label_lengths(grid.flat[: len(panels)])
     figure.suptitle(f"{title}; grey: {name}", fontsize=10)
     save(figure, path)
+
+
+def _panels(families: Mapping[str, Mapping[str, Line]], exact: str) -> dict[str, dict[str, Line]]:
+    """Returns the lines of each panel by its title, without those of exact attention."""
+    panels = {}
+    for family, of_family in families.items():
+        lines = [(name, points) for name, points in of_family.items() if name != exact]
+        parts = max(1, math.ceil(len(lines) / MOST_LINES))
+        for part in range(parts):
+            begin, end = (len(lines) * place // parts for place in (part, part + 1))
+            title = family if parts == 1 else f"{family}, {part + 1} of {parts}"
+            panels[title] = dict(lines[begin:end])
+    return panels
 
 
 def draw_side_by_side(

@@ -86,7 +86,7 @@ def compile_layers(layers: Sequence[Layer]) -> Iterator[Programs]:
     Yields:
       For each layer its programs by pass; in place of a program, the error of its compilation.
     """
-    at_once = 1 if jax.default_backend() == "cpu" else machine.cores() or 1
+    at_once = 1 if jax.default_backend() == "cpu" else machine.cores()
     with ThreadPoolExecutor(at_once) as pool:
         for begin in range(0, len(layers), at_once):
             yield from list(pool.map(_compile, layers[begin : begin + at_once]))

@@ -18,9 +18,10 @@ def environment() -> dict[str, str]:
 
     return {
         "effattn": effattn.__version__,
-        **({"commit": commit} if (commit := _commit()) else {}),
+        **({"commit": found} if (found := commit()) else {}),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
+        "processor": processor(),
         "cores": str(cores()),
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -28,7 +29,7 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def _commit() -> str:
+def commit() -> str:
     """Returns the commit of the clone that has this file, with a + if files changed; or ""."""
     folder = pathlib.Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
@@ -41,9 +42,19 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
-def cores() -> int | None:
+def processor() -> str:
+    """Returns the name of the CPU."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
     """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def runs_at_once() -> int:
@@ -54,7 +65,7 @@ def runs_at_once() -> int:
     """
     import jax
 
-    return 3 if jax.default_backend() == "cpu" and (cores() or 1) > 1 else 1
+    return 3 if jax.default_backend() == "cpu" and cores() > 1 else 1
 
 
 def is_full() -> bool:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from effattn import registry
 from experiments import efficiency
-from experiments.costs import caches, curves, layers, measuring, tables, theory
+from experiments.costs import caches, curves, figures, layers, measuring, tables, theory
 from experiments.costs.layers import Layer, Workload, directions_of
 from experiments.harness.errors import UserError
 from experiments.harness.report import SCHEMA
@@ -350,3 +350,21 @@ def test_a_damaged_record_is_an_error(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(UserError, match="is damaged"):
         efficiency.recall(tmp_path / "a.json", efficiency.OF_LAYER, dict)
+
+
+def test_a_large_family_is_drawn_in_several_panels(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    line = [256, 1024], [0.001, 0.01]
+    count = figures.MOST_LINES + 3
+    families = {
+        "exact": {"softmax": line},
+        "recurrent": {f"mechanism_{n}": line for n in range(count)},
+        "baseline": {"lstm": line},
+    }
+    path = tmp_path / "figure.png"
+    figures.draw_families(path, "Time", figures.SECONDS, families, ("softmax", line))
+    panels = {axes.get_title(): axes.get_legend_handles_labels()[1] for axes in drawn[0].axes}
+    first, second = panels.pop("recurrent, 1 of 2"), panels.pop("recurrent, 2 of 2")
+    assert panels == {"exact": [], "baseline": ["lstm"]}
+    assert first + second == list(families["recurrent"]) and len(second) - len(first) in (0, 1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from effattn import gated_linear_attention, log_linear_attention
+from tests.marks import slow
 
 B, T, N, K, H, L = 2, 21, 4, 2, 4, 4
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "fla_memory.npz"
@@ -50,7 +51,7 @@ def test_the_last_level_has_all_tokens_that_are_further_away():
 
 
 @pytest.mark.parametrize("chunk_size", [4, 16])
-@pytest.mark.parametrize("num_levels", [2, 3, 4, 6])
+@pytest.mark.parametrize("num_levels", [2, slow(3), slow(4), 6])
 @pytest.mark.parametrize("options", [{}, {"lengths": True}, {"return_state": True}])
 def test_chunks_at_multiples_of_powers_of_two_change_nothing(chunk_size, num_levels, options):
     """Chunks of 3 tokens begin anywhere."""

@@ -144,6 +144,7 @@ def test_a_kernel_that_is_named_says_that_it_needs_the_length(function, name):
 
 
 MODULES = [s for s in MECHANISMS if s.has("decode")]
+QUICK_LAYERS = [s for s in LAYERS if s.name in ("lstm", "hyena", "aft_conv", "s4d", "latent")]
 QUICK_MODULES = [s for s in MODULES if s.name in ("softmax", "linear", "bigbird", "routing")]
 
 
@@ -162,7 +163,7 @@ def test_modules(subject):
     assert_module_agrees_or_says(subject.name, lambda arrays: module(arrays["x"]), x)
 
 
-@pytest.mark.parametrize("mixer", LAYERS, ids=str)
+@pytest.mark.parametrize("mixer", slow_but_for(QUICK_LAYERS, LAYERS), ids=str)
 def test_mixers_without_heads(mixer):
     module = mixers.cast(mixers.made(mixer), np.float32)
     x = np.random.default_rng(1).normal(size=(2, LONG, mixers.FEATURES)).astype(np.float32)
@@ -197,7 +198,9 @@ def test_prompts_of_modules(subject):
     assert_extends_or_says(subject.name, mixer_of(subject), x)
 
 
-@pytest.mark.parametrize("mixer", [s for s in LAYERS if s.has("decode")], ids=str)
+@pytest.mark.parametrize(
+    "mixer", slow_but_for(QUICK_LAYERS, [s for s in LAYERS if s.has("decode")]), ids=str
+)
 def test_prompts_of_mixers_without_heads(mixer):
     module = mixers.cast(mixers.made(mixer), np.float32)
     x = mixers.tokens(1, rows=2).astype(np.float32)

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from effattn import nn, registry
+from tests.marks import slow_but_for
 from tests.nn.pretrained.test_longformer_and_bigbird import golden
 
 TOKENS = np.arange(24).reshape(2, 12) % 7
@@ -66,8 +67,12 @@ ABLE = [
 ]
 
 
+QUICK = "softmax", "bigbird", "based", "rwkv6", "kimi_delta", "mamba2", "transformer_xl"
+
+
 @pytest.mark.parametrize(
-    "name", [*ABLE, "mixture_of_mechanisms", "recurrent_memory", "transformer_xl"]
+    "name",
+    slow_but_for(QUICK, [*ABLE, "mixture_of_mechanisms", "recurrent_memory", "transformer_xl"]),
 )
 def test_every_mechanism_with_projections_takes_them_over(name):
     lm = model(num_layers=1, num_kv_heads=None)
