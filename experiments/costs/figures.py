@@ -54,7 +54,7 @@ def draw_families(
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     most = max(len(lines) for lines in panels.values())
-    size = (2.5 * columns + 0.4, (2.2 + 0.075 * most) * rows + 0.5)
+    size = (max(2.5 * columns, 3) + 0.4, (2.2 + 0.075 * most) * rows + 0.5)
     figure, grid = plt.subplots(
         rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
@@ -73,7 +73,9 @@ def draw_families(
     for axes in grid[:, 0]:
         axes.set_ylabel(quantity.label, fontsize=8)
     _label_lengths(grid.flat[: len(panels)])
-    figure.suptitle(f"{title}; grey: {name}", fontsize=10)
+    # One panel is narrower than the title.
+    between = "\n" if columns == 1 else "; "
+    figure.suptitle(f"{title}{between}grey: {name}", fontsize=10)
     save(figure, path)
 
 
