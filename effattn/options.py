@@ -192,13 +192,13 @@ class Implementation(TypedDict, total=False):
     Attributes:
       implementation: None, a name, or a tuple of names tried in order. `effattn.support(name)`
         lists the names that a mechanism has, the device that each runs on and what it takes;
-        "pallas" is the first of "mosaic_gpu", "triton" and "mosaic_tpu" that takes the call where
-        it runs, and "naive" is the formula of the mechanism, with all pairs or token by token (see
-        `effattn.naive`). None is the result of `effattn.tune`. Untuned, None is a kernel, if one
-        takes the call, for 16-bit inputs of 128 or more tokens on GPUs (block attention from
-        compute capability 8.0 on, recurrences on Hopper) and for float32 inputs of 16 or more
-        tokens on x86-64 CPUs, and "xla" otherwise. On several devices each runs the kernel for its
-        examples and heads. A named implementation that does not take the call is a
+        "pallas" is the first of "mosaic_gpu" (not for recurrences), "triton" and "mosaic_tpu" that
+        takes the call where it runs, and "naive" is the formula of the mechanism, with all pairs or
+        token by token (see `effattn.naive`). None is the result of `effattn.tune`. Untuned, None is
+        a kernel, if one takes the call, for 16-bit inputs of 128 or more tokens on GPUs (block
+        attention from compute capability 8.0 on, recurrences on Hopper) and for float32 inputs of
+        16 or more tokens on x86-64 CPUs, and "xla" otherwise. On several devices each runs the
+        kernel for its examples and heads. A named implementation that does not take the call is a
         NotImplementedError.
     """
 

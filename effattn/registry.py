@@ -73,8 +73,8 @@ class Mechanism:
         `function`, if it has one.
       builder: "module:attribute" of the callable that makes the mechanism's Flax mixer; imported on
         first use. The default is a mixer for any function with `takes_heads`.
-      cross_builder: the same of a cross-attention module with weights of the mechanism's own; None
-        if the module for any function calls it.
+      cross_builder: "module:attribute" of a cross-attention module for this mechanism alone; None
+        if the cross-attention module for any function can call its function.
       options_at: `(length) -> options`, if the claimed complexity needs options that depend on the
         length; or None.
       knows_order: whether the mechanism distinguishes positions by itself; models then pass no

@@ -60,7 +60,7 @@ from experiments.tasks.text import NextToken
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-COSTS = ROOT / "experiments" / "results" / "efficiency" / "summary.json"
+COSTS = ROOT / "experiments" / "results" / "efficiency-all" / "summary.json"
 # Mechanisms of the picture of costs.
 COMPARED = "softmax", "sliding_window", "bigbird", "linear", "gated_linear", "mamba2", "hyena"
 LENGTH = 64

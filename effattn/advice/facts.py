@@ -47,7 +47,8 @@ _GIVES_UP: Mapping[str, str] = MappingProxyType(
 
 _FAMILIES_THAT_APPROXIMATE = frozenset({"sparse", "low rank", "clustered"})
 _RANDOM_FEATURES_OF_SOFTMAX = frozenset({"performer", "random_features"})
-_FAMILIES_THAT_COMPARE = frozenset({"clustered", "hybrid"})  # beside all functions of heads
+# Also all functions of heads.
+_FAMILIES_THAT_COMPARE = frozenset({"exact", "sparse", "low rank", "clustered", "hybrid"})
 _MIXTURE = "synthesizer_mixture"  # with dot-product attention
 
 # Capabilities of softmax attention whose absence is worth a word.

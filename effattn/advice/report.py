@@ -192,7 +192,7 @@ _COSTS = (
 
 _QUALITY = (
     "Quality is the mean difference between the score of a mechanism, 0 to 1, and that of a "
-    "typical mechanism on the same tasks; then follows the number of tasks. The scores are from:"
+    "typical mechanism on the same tasks, with the number of tasks in brackets. Scores are from:"
 )
 
 

@@ -67,7 +67,7 @@ def error_of(layer: Layer, heads: Sequence[Heads], length: int) -> tuple[float |
     if facts.kind(entry) != facts.APPROXIMATE:
         return None, "the mechanism is not an approximation of softmax attention"
     if not entry.takes_heads:
-        return None, "the queries of the mechanism are its keys"
+        return None, "the mechanism takes other arrays than query, key and value of heads"
     *batch, tokens, _, size = heads[0][0].shape
     options = layer.options(length)
     function, binding, defaults = resolve(entry.name, {})
@@ -90,7 +90,7 @@ def error_of(layer: Layer, heads: Sequence[Heads], length: int) -> tuple[float |
     except ValueError as error:
         return None, str(error)
     mean = float(sum(errors)) / len(errors)
-    if not math.isfinite(mean):  # as an order by NaN is none
+    if not math.isfinite(mean):  # NaN has no place in an order
         return None, "the sample is empty, or has values that are not finite"
     return mean, ""
 

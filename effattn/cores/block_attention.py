@@ -3,8 +3,7 @@
 Each implementation is a module with these functions, beside those that
 `effattn.dispatch.Implementations` names:
 
-- `forward`: the output and the log-sum-exp L (`Attended`), with what rounding took from the output
-  if `exact`.
+- `forward`: the output, its rounding error if `exact`, and the log-sum-exp L (`Attended`).
 - `backward`: the gradients; it recomputes the weights as exp(logits - L).
 - `tilings`: the tile sizes that `effattn.tune` tries.
 
@@ -138,16 +137,16 @@ def _attend_fwd(config: Config, x: Inputs):
 
 def _residuals(config: Config, operands, found: Attended):
     # Named, so that a remat policy can save these residuals.
-    out, lost = checkpoint_name((found.out, found.lost), "attention_out")
+    out, out_error = checkpoint_name((found.out, found.out_error), "attention_out")
     lse, lse_error = checkpoint_name((found.lse, found.lse_error), "attention_lse")
-    return (out, lse), (*operands, Attended(out, lost, lse, lse_error))
+    return (out, lse), (*operands, Attended(out, out_error, lse, lse_error))
 
 
 def _attend_bwd(config: Config, saved, cotangents):
-    x, (out, lost, lse, lse_error) = saved
-    if lost is not None:
-        out, lost = (array.astype(softmax_dtype(x)) for array in (out, lost))
-        out += lost
+    x, (out, out_error, lse, lse_error) = saved
+    if out_error is not None:
+        out, out_error = (each.astype(softmax_dtype(x)) for each in (out, out_error))
+        out += out_error
     lse, (d_out, d_lse) = dtypes.logarithms(lse), cotangents
     # L is rounded: in float32, beside a bias of -1e9, L loses the logarithm of the number of keys
     # (log 64 for 64 equal logits). All recomputed weights of a row

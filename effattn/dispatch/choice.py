@@ -27,7 +27,8 @@ PLATFORMS = {
     "jax_triton": "cuda",
     "mosaic_tpu": "tpu",
 }
-# Implementations that run only if they are named: "jax_triton" has not run on a GPU yet.
+# Implementations that run only if they are named: cuDNN, and "jax_triton", which has not run on a
+# GPU yet. A core may add others.
 ONLY_BY_NAME = frozenset({"cudnn", "jax_triton"})
 # Fewest tokens for which kernels are faster; below, most of a kernel's tile is empty.
 _FOR_GPU, _FOR_CPU = 128, 16
@@ -206,8 +207,9 @@ def choose(value: Any, call: Call, places: MeshAxes | None = None) -> Chosen:
 
     Args:
       value: the argument `implementation`. None means the fastest one that `effattn.tune` found for
-        such calls on this device, or the result of `untuned`. "pallas" means all of `PALLAS`. If
-        such a call takes no kernel on a GPU where it should, a warning gives the reason, once.
+        such calls on this device, or the result of `untuned`. "pallas" means all of `PALLAS`
+        but those that run only by name. If a call with None takes no kernel on a GPU where it
+        should, a warning gives the reason, once.
       call: description of the call.
       places: mesh axes that partition the batch and the heads, where types carry shardings.
 

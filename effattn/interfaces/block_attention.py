@@ -128,29 +128,29 @@ class Attended(NamedTuple):
 
     Attributes:
       out: output `(*B, T, N, Hv)`, in the dtype of `value`. Rows without keys are zero.
-      lost: what rounding took from `out`, in the same dtype: the sum of both has twice the digits.
-        None if it is not asked for, or if the sums have the dtype of `value`.
+      out_error: rounding error of `out`, the exact output minus `out`, in the dtype of `value`.
+        None if it is not asked for, or if nothing was rounded.
       lse: log-sum-exp L `(*B, T, N)`, -inf for rows without keys.
       lse_error: rounding error of L, the exact log-sum-exp minus L, `(*B, T, N)`.
     """
 
     out: jax.Array
-    lost: jax.Array | None
+    out_error: jax.Array | None
     lse: jax.Array
     lse_error: jax.Array
 
     @classmethod
     def of(cls, x: Inputs, out: jax.Array, lse: jax.Array, lse_error: jax.Array) -> "Attended":
         """Rounds an output that has `output_dtype` to the dtype of `value`."""
-        dtype, lost = x.value.dtype, None
+        dtype, out_error = x.value.dtype, None
         if out.dtype != dtype:
             # XLA may remove a conversion to a narrower dtype and back.
             info = jnp.finfo(dtype)
             rounded = jax.lax.reduce_precision(out, info.nexp, info.nmant)
             # Without the barrier XLA stores the wide output, and rounds it where it is read.
             both = rounded.astype(dtype), (out - rounded).astype(dtype)
-            out, lost = jax.lax.optimization_barrier(both)
-        return cls(out, lost, lse, lse_error)
+            out, out_error = jax.lax.optimization_barrier(both)
+        return cls(out, out_error, lse, lse_error)
 
 
 def output_dtype(x: Inputs, exact: bool) -> jnp.dtype:

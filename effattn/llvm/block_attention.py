@@ -95,7 +95,7 @@ def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]
 
 
 def forward(config: Config, x: Inputs, exact: bool) -> Attended:
-    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp."""
+    """Returns the output, its rounding error if `exact`, and the log-sum-exp."""
     arrays = _with_bias(config, x.query, x.key, x.value, x.bias)
     static = "forward", _without_bias(config, x)
     return Attended.of(x, *_attention(static, *arrays, *_ids(x)))

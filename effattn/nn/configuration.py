@@ -117,8 +117,8 @@ class TransformerConfig:
       remat: recompute each layer in the backward pass instead of storing its activations.
       remat_policy: the values that remat stores: a function from `jax.checkpoint_policies`, or the
         name of a policy that takes no arguments.
-      qk_norm: RMS-normalise queries and keys, in mixers with an option of that name. Mixers without
-        queries and keys have none, and neither have compressive, indexed, latent, lightning, lsh,
+      qk_norm: RMS-normalise queries and keys, in mixers with an option of that name. It is absent
+        in mixers without queries and keys, and in compressive, indexed, latent, lightning, lsh,
         recurrent_memory, talking_heads and transformer_xl.
       value_residual: mix the values of the first layer into those of later layers, as in RWKV-7;
         for mixers "rwkv7". Along a mesh axis that divides the tokens, such mixers gather them.

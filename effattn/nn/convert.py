@@ -214,14 +214,14 @@ def _converted(old, config, layer, description, rngs) -> tuple[Any, Mechanism]:
 
 
 def _with_traits(description, kept, plain) -> Mechanism:
-    """The description with the traits to keep that `plain` has by default otherwise."""
+    """The description, with the traits of `kept` that differ from those of the mixer `plain`."""
     if isinstance(description, Mapping) and description.keys() == {"heads"}:
         sizes = [group["num_heads"] for group in description["heads"]]
         shared = sum(sizes) // kept["num_kv_heads"]
         if any(size % shared for size in sizes):
             raise ValueError(
-                f"each group of heads must have a multiple of {shared} heads, the number of query "
-                f"heads of a key head of the model, got groups of {sizes}"
+                f"each group of heads must have a multiple of {shared} heads, as {shared} query "
+                f"heads of the model share a key head, got groups of {sizes}"
             )
         groups = [
             _with_traits(group, {**kept, "num_kv_heads": size // shared}, mixer)

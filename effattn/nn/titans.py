@@ -17,9 +17,9 @@ class TitansMemory(GatedOutput, DeltaRule):
         rate = (1 - momentum) * sigmoid(x Wr + br) / mini_batch_size
         y = (silu(x Wg) * norm(titans_memory(q / |q|, k / |k|, v, ...))) Wo
 
-    With momentum, a step also acts on later tokens. The factor 1 - momentum keeps the sum of its
-    effects, and so the memory on equal tokens, bounded. The biases ba of the heads start from 3 to
-    6, so that heads start with shorter and longer memories.
+    With momentum, a step also acts on later tokens. The factor 1 - momentum bounds the sum of the
+    effects of a step, and with it the memory of equal tokens. The biases ba of the heads start from
+    3 to 6, so that heads start with shorter and longer memories.
 
     Args:
       mini_batch_size: tokens in a mini-batch.

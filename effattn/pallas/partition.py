@@ -37,8 +37,8 @@ def forward(kernel: Forward) -> Forward:
             return jax.tree.leaves(kernel(*given.of_device(arrays), exact))
 
         call = partitioned(on_device, given.operands, names)
-        out, *lost, lse, lse_error = call(*given.arrays)
-        return Attended(out, lost[0] if lost else None, lse, lse_error)
+        out, *out_error, lse, lse_error = call(*given.arrays)
+        return Attended(out, out_error[0] if out_error else None, lse, lse_error)
 
     return run
 

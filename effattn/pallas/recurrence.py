@@ -33,8 +33,9 @@ With separate removed vectors (a_t in place of k_t), a token of the delta form i
 first decays the state, recalls with b_t, and writes what it recalls, negative, to a_t. The second
 writes v_t to k_t, without decay, and the query reads after it.
 
-The first token of a document has a log decay of -inf. This is safe, as all kernels exponentiate
-sums of log decays and never subtract log decays.
+The first token of a document has a log decay of -inf. This is safe where kernels exponentiate
+sums of log decays. The kernels for Hopper subtract running sums, and so raise log decays to at
+least -128 first (`mosaic_gpu.recurrence_plan`).
 
 Shapes: batch B; tokens T; N query, K key and V value heads; `max(N, V)` heads of the output; F
 features; D values, including the additional value of a normalised recurrence; n blocks of `BLOCK`
@@ -99,11 +100,11 @@ class How(NamedTuple):
     Attributes:
       precision: precision of products.
       interpreted: whether, or how, kernels are interpreted.
-      dtype: dtype of the output, and the narrowest one of gradients.
+      dtype: dtype of the output; gradients have this dtype or a wider one.
     """
 
     precision: lax.Precision
-    interpreted: bool
+    interpreted: Any
     dtype: Any = jnp.float32
 
     def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -49,7 +49,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 @partition.forward
 def forward(config: Config, x: Inputs, exact: bool) -> Attended:
-    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp."""
+    """Returns the output, its rounding error if `exact`, and the log-sum-exp."""
     call = _Call(config, x, "forward")
     plan = call.plan
     of_rows = (plan.queries, plan.heads), jnp.float32

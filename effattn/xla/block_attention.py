@@ -48,7 +48,7 @@ def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]
 
 
 def forward(config: Config, x: Inputs, exact: bool) -> Attended:
-    """Forward pass: the output, with what rounding takes from it if `exact`, and log-sum-exp."""
+    """Forward pass: the output, its rounding error if `exact`, and the log-sum-exp."""
     tiles, dtype = ScoredTiles(config, x), output_dtype(x, exact)
     rows, size = tiles.row_shape, x.value.shape[-1]
 

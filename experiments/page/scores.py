@@ -9,9 +9,9 @@ import numpy as np
 from effattn.advice import quality
 from experiments.page.comparisons import Table
 
-# A table counts if it has so many mechanisms by their plain name: the best of a few may be weak. A
-# mechanism gets its scores once it is in so many such tables of a direction: one task says little
-# about others.
+# A table counts if it has at least `LEAST_MECHANISMS` without options, as the best of a few may be
+# weak. A mechanism gets its scores if it is in at least `LEAST_TABLES` such tables of a direction,
+# as one task says little about others.
 LEAST_MECHANISMS, LEAST_TABLES = 12, 3
 
 # Accuracy that is 0 for random guesses and 1 for right answers, where a task has it.

@@ -138,11 +138,13 @@ def _idx(folder: Path, name: str, sizes: tuple[int, ...]) -> np.ndarray:
     except ValueError:  # shorter than the header
         count, given = 0, [-1]
     if not content.startswith(bytes([0, 0, 8, axes])) or tuple(given) != sizes:
-        of = "numbers" if not sizes else f"images of {' by '.join(map(str, sizes))}"
-        raise UserError(f"{file} or {packed.name} is no IDX file of bytes that are {of}")
+        of = "labels" if not sizes else f"images of {' by '.join(map(str, sizes))} pixels"
+        raise UserError(
+            f"{file} or {packed.name} must be an IDX file of {of}, with a byte for each"
+        )
     if len(values) != count * math.prod(sizes):
         raise UserError(
-            f"{file} or {packed.name} is not complete: its header tells of {count} items, and it "
+            f"{file} or {packed.name} is not complete: its header says {count} items, but it "
             f"has {len(values) / math.prod(sizes):g}"
         )
     return np.frombuffer(values, np.uint8).reshape(count, *sizes)

@@ -56,8 +56,8 @@ class Pathfinder(Generated):
     Attributes:
       size: pixels along each side.
       dashes: L, number of dashes of a long path; distractors have L // 3.
-      distracting: number of dashes of all distractors together, as far as they fit: at 32 by 32
-        pixels about 6 of 20, here as with the program of the publication.
+      distracting: most dashes of all distractors together. Not all fit: at 32 by 32 pixels about 6
+        of 20 do, here and in the program of the publication.
       dash: length of a dash.
       thickness: thickness of a dash.
       margins: each image has one of these; dashes are two margins apart.

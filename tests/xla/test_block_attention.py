@@ -240,8 +240,8 @@ def test_what_rounding_takes_from_an_output_is_saved_beside_it(dtype):
         return Attended.of(Inputs(*arrays), out, out[..., 0], out[..., 0])
 
     found = rounded(wide)
-    assert found.out.dtype == found.lost.dtype == dtype
-    both = found.out.astype(jnp.float32) + found.lost
+    assert found.out.dtype == found.out_error.dtype == dtype
+    both = found.out.astype(jnp.float32) + found.out_error
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(both, wide, rtol=eps**2, atol=1e-7)
     _, pull_back = jax.vjp(dot_product_attention, *arrays)

@@ -148,7 +148,7 @@ def _tiles_of(x: Inputs) -> dict[str, tuple[int, int]]:
 
 @partition.forward
 def forward(config: Config, x: Inputs, exact: bool) -> Attended:
-    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp.
+    """Returns the output, its rounding error if `exact`, and the log-sum-exp.
 
     The rounding error of the log-sum-exp is zeros, as the kernel multiplies logits with a factor
     for powers of 2: where that error matters, the factor has rounded the logits as much.
@@ -184,8 +184,8 @@ def forward(config: Config, x: Inputs, exact: bool) -> Attended:
         array = array[:, : plan.lengths[0], :, : plan.sizes[1]]
         return array.reshape(*lse.shape, plan.sizes[1])
 
-    lost = of_tokens(others[0]) if others else None
-    return Attended(of_tokens(out), lost, lse, jnp.zeros_like(lse))
+    out_error = of_tokens(others[0]) if others else None
+    return Attended(of_tokens(out), out_error, lse, jnp.zeros_like(lse))
 
 
 @partition.backward
@@ -271,7 +271,7 @@ class _Queries:
 
 
 def _forward_kernel(plan, x, _, outputs, scratch, block):
-    out, lse, *lost = outputs
+    out, lse, *out_error = outputs
     own, keys, values, staged, turns, rows_of_out, rows_of_lse = scratch
     tile_of = _Queries(plan, x, block, keys, values)
     keys, values, worker = tile_of.keys, tile_of.values, block.worker
@@ -339,7 +339,7 @@ def _forward_kernel(plan, x, _, outputs, scratch, block):
         room = query if rows_of_out is None else rows_of_out.at[worker]
         outputs = [part / down(total, part.shape[1]) for part in mixed]
         put_rows(room, outputs, out.at[block.b, rows, block.h])
-        for target in lost:
+        for target in out_error:
             rest = [part - part.astype(target.dtype).astype(jnp.float32) for part in outputs]
             put_rows(room, rest, target.at[block.b, rows, block.h])
 

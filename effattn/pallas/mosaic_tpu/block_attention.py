@@ -69,7 +69,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 @partition.forward
 def forward(config: Config, x: Inputs, exact: bool) -> Attended:
-    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp."""
+    """Returns the output, its rounding error if `exact`, and the log-sum-exp."""
     plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
     grid, walk = steps.grid_of(plan, arrays, x, of_keys=False)
     arrays = arrays._replace(walk=walk)

@@ -75,7 +75,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 @partition.forward
 def forward(config: Config, x: Inputs, exact: bool) -> Attended:
-    """Returns the output, with what rounding takes from it if `exact`, and the log-sum-exp."""
+    """Returns the output, its rounding error if `exact`, and the log-sum-exp."""
     tile, warps = _tile("forward", config, x)
     plan, arrays = _arrange(config, x, tile, of_keys=False)
     batch, queries, heads, _ = arrays.query.shape

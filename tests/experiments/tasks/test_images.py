@@ -61,17 +61,17 @@ def test_released_digits_that_are_not_complete_are_one_sentence(tmp_path):
     task = MNIST(path=str(tmp_path))
     assert len(task.load()["test"].labels) == 20
     for content, found in (
-        (labels[:-1], "not complete: its header tells of 20 items, and it has 19"),
-        (labels[:5], "no IDX file of bytes that are numbers"),
+        (labels[:-1], "not complete: its header says 20 items, but it has 19"),
+        (labels[:5], "must be an IDX file of labels"),
         (idx(np.arange(19) % 10, 19), "have 19 labels and 20 images"),
-        (b"?" + labels[1:], "no IDX file of bytes that are numbers"),
+        (b"?" + labels[1:], "must be an IDX file of labels"),
     ):
         (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(content)
         with pytest.raises(UserError, match=found):
             task.load()
     for content, found in (
-        (images[:-392], "not complete: its header tells of 20 items, and it has 19.5"),
-        (idx(np.zeros(20 * 784), 80, 14, 14), "no IDX file of bytes that are images of 28 by 28"),
+        (images[:-392], "not complete: its header says 20 items, but it has 19.5"),
+        (idx(np.zeros(20 * 784), 80, 14, 14), "must be an IDX file of images of 28 by 28 pixels"),
     ):
         (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
         with pytest.raises(UserError, match=found):
