@@ -1,4 +1,4 @@
-"""Pages about mechanisms as text: the list of all, and one in detail; code may be wider than 80."""
+"""Pages about mechanisms as text: the list of all, and one in detail."""
 
 import re
 import textwrap

@@ -79,7 +79,7 @@ def read(path: Path, schedule: Schedule, step: int) -> list[dict[str, Any]]:
     """Returns the records of a run until `step` in order, without those that a killed run added.
 
     Raises:
-      UserError: a record lacks, or is not as a run writes it.
+      UserError: a record is missing, or has another form than a run writes.
     """
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     advice = f"delete {path.parent} to train that run again"

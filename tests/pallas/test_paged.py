@@ -172,7 +172,7 @@ def test_pools_of_which_offsets_would_overflow_are_refused(dtype, refused):
     scales = jax.ShapeDtypeStruct(shape.shape[:3], jnp.float32) if refused else None
     query = jax.ShapeDtypeStruct((1, 1, 8, 128), jnp.bfloat16)
     reason = paged_triton.refusal(query, Pages(shape, scales), Pages(shape, scales)) or ""
-    assert ("no pools of int8 with 2**31 to 2**32 numbers" in reason) == refused
+    assert ("no int8 pages with 2**31 to 2**32 numbers" in reason) == refused
 
 
 @pytest.mark.slow

@@ -150,8 +150,8 @@ def _tiles_of(x: Inputs) -> dict[str, tuple[int, int]]:
 def forward(config: Config, x: Inputs, exact: bool) -> Attended:
     """Returns the output, its rounding error if `exact`, and the log-sum-exp.
 
-    The rounding error of the log-sum-exp is zeros, as the kernel multiplies logits with a factor
-    for powers of 2: where that error matters, the factor has rounded the logits as much.
+    `lse_error` is zero: the kernel multiplies logits by log2(e), which rounds them as much as the
+    log-sum-exp is rounded.
     """
     plan, arrays = _arrange("forward", config, x)
     batch, queries, heads, size = arrays.query.shape

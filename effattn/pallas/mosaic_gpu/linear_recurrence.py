@@ -8,7 +8,8 @@ multiply numbers of 16 bits, also the saved states, and sum in float32.
   (`recurrence_walk`, `recurrence_chunks`).
 - With decays of features XLA prepares the chunks (`recurrence_prepared_walk`,
   `recurrence_prepared`).
-- In the delta form XLA prepares the chunks of the walk, and the other kernel is that for the decay.
+- In the delta form XLA prepares the chunks of the walk; outputs and gradients come from the kernel
+  above for the same kind of decay.
 """
 
 import functools

@@ -252,7 +252,7 @@ class _Gradients:
         return *(self.buffers[name] for name in _GRADIENTS), self.buffers["d_out"]
 
     def _apart(self, weights):
-        """Returns the diagonal of `(C, C)`, and the rest; None and all without decay."""
+        """Returns the diagonal of weights `(C, C)`, and the rest; without decay None and all."""
         if self.own_sums is None:
             return None, weights
         row, column = _indices()

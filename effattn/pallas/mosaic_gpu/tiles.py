@@ -99,7 +99,7 @@ class Own:
         return _buffers(arrays, workers, ROWS), filled
 
     def get(self, worker, b, head, start) -> dict[str, Any]:
-        """Copies the rows of a worker from token `start` on, and wait for them."""
+        """Copies the rows of a worker from token `start` on, and waits for them."""
         _copy(self.arrays, self.buffers, worker, self.filled, b, head, start)
         plgpu.barrier_wait(self.filled.at[worker])
         return _at(self.buffers, worker)
@@ -121,7 +121,7 @@ class Stream:
         )
 
     def put(self, number, b, head, start):
-        """Waits for a free slot, then start the copy of a tile into that slot."""
+        """Waits for a free slot, then starts the copy of a tile into that slot."""
         slot = _slot(number)
         pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(self.read.at[slot]))
         _copy(self.arrays, self.buffers, slot, self.filled, b, head, start)

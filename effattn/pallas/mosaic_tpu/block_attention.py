@@ -12,10 +12,10 @@ Arrays are first transposed to `(B, N, T, H)`, as the last two axes of a tile mu
 of a register, and are padded to whole tiles in the same pass.
 
 Logits are transposed, `(s, t)`, and so is the output until it is written. The sums over keys are
-then sums of whole registers. Numbers of queries (largest logit, log-sum-exp, delta) are rows
+then sums of whole registers. Values per query (largest logit, log-sum-exp, delta) are rows
 `(1, t)` in registers and in memory: a column `(t, 1)` would take 128 times its size. The kernel for
-the gradients of queries has no sums over keys but products. Its logits are upright, `(t, s)`, as
-the next product needs them, and it makes the columns of its tile once.
+the gradients of queries sums over keys only in matrix products. So its logits are not transposed,
+`(t, s)`, and it turns the rows of its tile into columns once.
 
 The gradients come from two kernels, one for queries and one for keys and values. XLA computes the
 gradients of a bias, a scale and the arrays that a score_mod closes over

@@ -47,9 +47,9 @@ def refusal(query: jax.Array, keys: Pages, values: Pages, *_) -> str | None:
     if 0 in query.shape:
         return f"takes at least one query, got shape {query.shape}"
     for x in (keys.array, values.array):
-        # Pallas takes 64-bit offsets beyond 2**32 bytes only.
+        # Pallas has 64-bit offsets only for arrays of more than 2**32 bytes.
         if 2**31 < x.size <= 2**32 // x.dtype.itemsize:
-            return f"takes no pools of int8 with 2**31 to 2**32 numbers, got shape {x.shape}"
+            return f"takes no int8 pages with 2**31 to 2**32 numbers in all, got shape {x.shape}"
     return device.triton_refusal()
 
 
