@@ -166,8 +166,8 @@ class State(TypedDict, total=False):
 
     Attributes:
       initial_state: the state before the first token, as returned by an earlier call; zeros by
-        default. With `segment_ids` it belongs to the first document; functions without heads take
-        one of both.
+        default. With `segment_ids` it belongs to the first document. Functions of tokens
+        `(B, T, D)` take `initial_state` or `segment_ids`, not both.
       return_state: return `(out, state)`, the state after the last valid token; with `segment_ids`
         that of the last document. Default False.
     """

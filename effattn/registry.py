@@ -64,10 +64,10 @@ class Mechanism:
       name: unique name of the mechanism.
       family: group in the table of mechanisms ("exact", "sparse", "linear", ...).
       paper: authors, year and title of the publication.
-      function: the pure function. With `takes_heads` its first arguments are query, key and value;
-        otherwise it has other inputs. None if the mechanism has only a module.
-      takes_heads: whether the function takes query, key and value. If not, the mechanism has a
-        mixer module of its own, and no other module can call the function.
+      function: the pure function. With `takes_heads` its first arguments are query, key and value.
+        None if the mechanism has only a module.
+      takes_heads: whether the function needs query, key and value, and no further arrays, so that
+        `effattn.nn.SelfAttention` can call it. If not, the mechanism has a mixer of its own.
       naive: the naive form (see `effattn.naive`): a function with the arguments of `function`, or,
         for a mechanism that is a module alone, of the module and its tokens. Default: that of
         `function`, if it has one.
@@ -93,7 +93,7 @@ class Mechanism:
       options: default values of the mechanism's own arguments: those of the function, or of the
         mixer without `takes_heads`.
       time_exponent, memory_exponent: exponents of the length in FLOPs and in temporary bytes.
-      complexity: the time complexity, as shown in the table.
+      complexity: the time complexity without projections, as shown in the table.
       causality: "exact" if later tokens change no bit of an output, "rounding" if they change the
         order of summation.
     """

@@ -89,7 +89,7 @@ def inner_model(rng, sizes):
     heads, features = sizes.key_heads, sizes.value_size
     scale, bias, norm_bias = rng.normal(size=(3, heads, features))
     return {
-        "rate": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size,
+        "learning_rate": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size,
         "initial_weights": rng.normal(size=(heads, sizes.size, features)),
         **{"initial_bias": bias, "norm_scale": scale, "norm_bias": norm_bias},
     }
@@ -103,8 +103,8 @@ def after_some_tokens(rng, shapes):
 
 def bounded_rates(arrays):
     """The arrays, with rates that keep the memory bounded for any keys."""
-    rate = arrays["rate"] / jnp.maximum(1, (arrays["key"] ** 2).sum(-1))
-    return {**arrays, "rate": rate.astype(arrays["rate"].dtype)}
+    rate = arrays["learning_rate"] / jnp.maximum(1, (arrays["key"] ** 2).sum(-1))
+    return {**arrays, "learning_rate": rate.astype(arrays["rate"].dtype)}
 
 
 def forget_gates(rng, sizes):
@@ -441,7 +441,7 @@ FUNCTIONS = {
     "titans": Case(
         variants={"": {"mini_batch_size": 4}},
         arguments=lambda rng, sizes: {
-            "rate": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size,
+            "learning_rate": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size,
             "momentum": rng.uniform(0, 1, size=tokens(sizes)),
             "log_decay": -rng.uniform(0, 1, size=tokens(sizes)),
         },

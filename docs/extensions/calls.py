@@ -97,12 +97,12 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "titans": {
         "key": _UNIT_KEY,
-        "rate": f"{_STRENGTH} / 16",
+        "learning_rate": f"{_STRENGTH} / 16",
         "momentum": f"jax.nn.sigmoid({_normal(3, 'B, T, N')})",
         "log_decay": _DECAY,
     },
     "ttt_linear": {
-        "rate": f"{_STRENGTH} / H",
+        "learning_rate": f"{_STRENGTH} / H",
         "initial_weights": f"{_normal(2, 'N, H, H')} / H**0.5",
         "initial_bias": "jnp.zeros((N, H))",
         "norm_scale": "jnp.ones((N, H))",

@@ -23,7 +23,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
 # Drawbacks of each family, compared with exact softmax attention.
 _GIVES_UP: Mapping[str, str] = MappingProxyType(
     {
-        "exact": "the weights are not those of softmax: a model trained with softmax attention "
+        "exact": "it is another function than plain softmax attention: a model trained with that "
         "has to be trained again",
         "sparse": "a token reads only the tokens of its pattern; other tokens reach it through "
         "several layers, or not at all",

@@ -87,7 +87,7 @@ class Layer:
         program = self._traced(length).lower().compile()
         analysis = program.memory_analysis()
         size = None if analysis is None else analysis.temp_size_in_bytes
-        if not measure or (size or 0) > _free_bytes():
+        if not measure or (size or 0) > _memory_limit():
             return size, None
         arguments = jax.jit(lambda: nnx.split(self.build(length), nnx.Param, ...)[1:])()
         x = jax.random.normal(jax.random.key(0), (1, length, self.features))
@@ -161,7 +161,7 @@ class Layer:
         return {"global_mask": np.arange(length)[None] < GLOBAL}
 
 
-def _free_bytes() -> float:
+def _memory_limit() -> float:
     """Half of the memory of a CPU's machine; other devices report that they are out of memory."""
     if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
         return float("inf")

@@ -261,10 +261,9 @@ def _ranked(options: Sequence[Option], reference: Option) -> list[Option]:
 
     def rank(option):
         compares = facts.compares_tokens(option.layer.entry)
-        is_first = option.pays and (compares or option.score is not None)
         return (
-            0 if is_first else 1 if option.name == REFERENCE else 2,
-            not (is_first or compares),
+            0 if option.may_lead else 1 if option.name == REFERENCE else 2,
+            not (option.may_lead or compares),
             math.inf if option.score is None else -option.score,
             1.0 if option.error is None else option.error,
             option.share,

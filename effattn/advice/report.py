@@ -78,6 +78,12 @@ class Option:
         return self.layer.code(self.length, self.state_bytes is not None)
 
     @property
+    def may_lead(self) -> bool:
+        """True if the option may rank above exact softmax attention."""
+        known = facts.compares_tokens(self.layer.entry) or self.score is not None
+        return self.pays and known
+
+    @property
     def gives_up(self) -> tuple[str, ...]:
         """Drawbacks, compared with exact softmax attention."""
         return facts.gives_up(self.layer.entry)
@@ -95,6 +101,8 @@ class Option:
             found.append(f"the decode state takes {in_bytes(self.state_bytes)} {grows}")
         if self.name != REFERENCE and not self.pays:
             found.append("these costs are too high to rank above exact softmax attention")
+        elif self.name != REFERENCE and not self.may_lead:
+            found.append("ranks below it, as it compares no tokens and its quality is not known")
         if self.error is not None:
             found.append(f"the output on the sample has an error of {self.error:.2g}")
         elif self.error_note:

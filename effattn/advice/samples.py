@@ -67,7 +67,7 @@ def error_of(layer: Layer, heads: Sequence[Heads], length: int) -> tuple[float |
     if facts.kind(entry) != facts.APPROXIMATE:
         return None, "the mechanism is not an approximation of softmax attention"
     if not entry.takes_heads:
-        return None, "the mechanism takes other arrays than query, key and value of heads"
+        return None, "the mechanism needs more arrays than query, key and value"
     *batch, tokens, _, size = heads[0][0].shape
     options = layer.options(length)
     function, binding, defaults = resolve(entry.name, {})

@@ -1,8 +1,21 @@
-"""Explicit axes of length 1, for users who forbid rank promotion, and shifts along an axis."""
+"""Axes of arrays: maps over leading axes, axes of length 1, and shifts along an axis.
+
+Explicit axes of length 1 are for users who forbid the promotion of ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+def over_batch(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
+    """The function of one example, mapped over the first `axes` axes of all arrays."""
+    for _ in range(axes):
+        function = jax.vmap(function)
+    return function
 
 
 def lead(array: jax.Array, ndim: int) -> jax.Array:

@@ -58,11 +58,11 @@ def positional(function: Callable[..., Any]) -> tuple[str, ...]:
 def flag(name: str, value: Any) -> bool:
     """Checks a bool of Python or NumPy."""
     if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} must be True or False, got {_said(value)}")
+        raise ValueError(f"{name} must be True or False, got {_quoted(value)}")
     return bool(value)
 
 
-def _said(value):
+def _quoted(value):
     """Text of a value for error messages; arrays and long values are shown by their type."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype} of shape {value.shape}"
@@ -129,7 +129,7 @@ def as_array(name: str, value: Any) -> jax.Array:
             raise TypeError("None is not an array")
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must be an array of numbers, got {_said(value)}") from error
+        raise ValueError(f"{name} must be an array of numbers, got {_quoted(value)}") from error
 
 
 def _passed_on(name, value):
@@ -417,7 +417,7 @@ def dtype(name: str, value: Any) -> Any:
     if known is None or not jnp.issubdtype(known, jnp.floating):
         raise ValueError(
             f"{name} must be a floating-point dtype, such as jnp.float32 or 'bfloat16', got "
-            f"{_said(value)}"
+            f"{_quoted(value)}"
         )
     return known
 
@@ -425,7 +425,7 @@ def dtype(name: str, value: Any) -> Any:
 def key(name: str, value: Any) -> Any:
     """Checks a single `jax.random` key."""
     if not _is_key(value):
-        raise ValueError(f"{name} must be a jax.random key, got {_said(value)}")
+        raise ValueError(f"{name} must be a jax.random key, got {_quoted(value)}")
     return value
 
 
@@ -433,7 +433,7 @@ def accepts(name: str, function: Any, arguments: Sequence[str]) -> None:
     """Checks that a function can be called with these positional arguments."""
     of = ", ".join(arguments)
     if not callable(function):
-        raise ValueError(f"{name} must be a function ({of}), got {_said(function)}")
+        raise ValueError(f"{name} must be a function ({of}), got {_quoted(function)}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions in C have no signature

@@ -13,6 +13,26 @@ from effattn.arrays.gathers import largest_of, pick, spread
 from effattn.arrays.linear_map import with_derivatives
 
 
+def exponentials(
+    logits: jax.Array, allowed: jax.Array, axes: int | tuple[int, ...] = -1
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Softmax weights before the division, for rows that may be empty.
+
+    Returns:
+      exp(logit - largest) of the allowed pairs, and 0 elsewhere; their sum over `axes`, which keeps
+      these axes and is 1 for empty rows; the log-sum-exp without these axes, `dtypes.lowest` for
+      empty rows.
+    """
+    lowest = dtypes.lowest(logits.dtype)
+    logits = jnp.where(allowed, logits, lowest)
+    largest = lax.stop_gradient(logits.max(axes, keepdims=True, initial=lowest))
+    weights = jnp.where(allowed, jnp.exp(logits - largest), 0)
+    total = weights.sum(axes, keepdims=True)
+    is_empty, total = total == 0, jnp.where(total == 0, 1, total)
+    lse = jnp.where(is_empty, lowest, largest + jnp.log(total))
+    return weights, total, lse.squeeze(axes)
+
+
 def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     r"""Attention over a union of disjoint key sets, from the attention over each.
 

@@ -25,6 +25,11 @@ def wide(*given: Any) -> jnp.dtype:
         return jnp.promote_types(jnp.result_type(*given), jnp.float32)
 
 
+def widen(x: jax.Array) -> jax.Array:
+    """x in at least float32."""
+    return x.astype(wide(x.dtype))
+
+
 def alike(*arrays: Any) -> list[jax.Array]:
     """Converts arrays or numbers to their common dtype."""
     dtype = common(*arrays)

@@ -3,11 +3,11 @@
 Each scatter writes an index at most once, so no result depends on the order of atomic additions.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.axes import over_batch
 from effattn.arrays.linear_map import with_derivatives
 
 
@@ -30,7 +30,7 @@ def inverse_of(order):
         token = jnp.arange(order.shape[0], dtype=order.dtype)
         return jnp.zeros_like(order).at[order].set(token, unique_indices=True)
 
-    return _over(order.ndim - 1, of_one)(order)
+    return over_batch(of_one, order.ndim - 1)(order)
 
 
 def scatter(x, where, length):
@@ -39,19 +39,17 @@ def scatter(x, where, length):
     def of_one(x, where):
         return jnp.zeros((length, *x.shape[1:]), x.dtype).at[where].set(x, unique_indices=True)
 
-    of_rows = _over(where.ndim - 1, of_one)
+    of_rows = over_batch(of_one, where.ndim - 1)
     return mesh_axes.placed_like(x, of_rows, x, where)
 
 
+def rows_at(x, at):
+    """Gathers `x (*B, L, ...)` at indices `(*B, g)`; rows may be read several times."""
+    return mesh_axes.placed_like(x, _at, x, at)  # the indices may have another sharding
+
+
 def _at(x, at):
-    return _over(at.ndim - 1, lambda x, at: x.at[at].get(mode="clip"))(x, at)
-
-
-def _over(axes: int, function):
-    """Applies `jax.vmap` over the leading `axes` axes."""
-    for _ in range(axes):
-        function = jax.vmap(function)
-    return function
+    return over_batch(lambda x, at: x.at[at].get(mode="clip"), at.ndim - 1)(x, at)
 
 
 def take(x, indices, readers):
@@ -96,7 +94,7 @@ def spread(x, at, length: int):
 
 
 def _picked(length, x, at):
-    return _over(at.ndim - 2, lambda x, at: x.at[at].get(mode="clip"))(x, at)
+    return over_batch(lambda x, at: x.at[at].get(mode="clip"), at.ndim - 2)(x, at)
 
 
 def _summed(length, x, at):
@@ -135,4 +133,4 @@ def _by_cluster(operation, start, x, at):
         first = jnp.broadcast_to(first, (len(start), *x.shape[2:]))
         return lax.scan(step, mesh_axes.vary_like(x, first), (x, at))[0]
 
-    return _over(at.ndim - 2, of_one)(x, at)
+    return over_batch(of_one, at.ndim - 2)(x, at)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,9 +27,9 @@ class Arguments:
     """Checked arguments of a softmax mechanism, except query, key and value.
 
     The fields from `origin` on are set by mechanisms only; `Config` and `Inputs` in
-    `effattn.interfaces.block_attention` document them, `by_cudnn` adds the implementation "cudnn",
-    and `results` are those over all keys, if the keys of the call are a part of them (see
-    `block_attention.known_attention`).
+    `effattn.interfaces.block_attention` document them. `by_cudnn` adds the implementation "cudnn".
+    `results` are the output and the log-sum-exp over all keys, if the keys of this call are only a
+    part of them (`block_attention.known_attention`).
     """
 
     bias: jax.Array | None
@@ -322,6 +323,16 @@ def without_padding(
         _zero_where_absent(key, present),
         _zero_where_absent(value, present),
     )
+
+
+def ids_of_valid(given: Arguments, batch: Sequence[int], length: int) -> list[jax.Array]:
+    """Segment ids of queries and keys, `(*B, T)` each; 0 in the padding, and 1 without packing."""
+    ones = jnp.ones((*batch, length), jnp.int32)
+    present = (valid(x, None, length) for x in (given.query_lengths, given.key_lengths))
+    return [
+        ids if there is None else jnp.where(there, ids, 0)
+        for ids, there in zip(given.segments or (ones, ones), present, strict=True)
+    ]
 
 
 def _bias_without_padding(given, queries, keys):

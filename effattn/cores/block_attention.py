@@ -90,9 +90,9 @@ def signature(config: Config, x: Inputs) -> str:
         if getattr(config, name)
     ]
     about += [config.activation] if config.activation else []
-    dtypes = dict.fromkeys(str(array.dtype) for array in (x.query, x.key, x.value))
+    names = dict.fromkeys(str(array.dtype) for array in (x.query, x.key, x.value))
     heads_of = f"group {heads // max(key_heads, 1)}, sizes {size} and {value_size}"
-    return f"block attention, {' '.join(dtypes)}, {heads_of}, {', '.join(about)}"
+    return f"block attention, {' '.join(names)}, {heads_of}, {', '.join(about)}"
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -15,6 +15,7 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.combine import exponentials
 from effattn.arrays.linear_map import with_derivatives
 from effattn.arrays.products import widened
 from effattn.cores import packed_pairs
@@ -215,19 +216,14 @@ def _tiles(blocks: jax.Array, count: int, size: int) -> Tiles:
 
 def _attend_few(query, key, value, scale, blocks, reach, precision):
     """Each query gathers its blocks of keys `(n, b, H)`; memory O(T k b (H + Hv))."""
-    wide, lowest = scale.dtype, dtypes.lowest(scale.dtype)
+    wide = scale.dtype
     at = blocks[..., None] * key.shape[1] + jnp.arange(key.shape[1], dtype=jnp.int32)[None, None]
     allowed = ((blocks >= 0)[..., None] & _is_within(at, reach[:, None, None]))[:, None]
     keys, values = (x.at[blocks].get(mode="clip").astype(wide) for x in (key, value))
     product = functools.partial(jnp.einsum, precision=precision)
     logits = scale * product("tgh,tkbh->tgkb", query.astype(wide), keys)
-    logits = jnp.where(allowed, logits, lowest)
-    largest = lax.stop_gradient(logits.max((-2, -1), keepdims=True))
-    weights = jnp.where(allowed, jnp.exp(logits - largest), 0)
-    total = weights.sum((-2, -1))
-    is_empty, total = total == 0, jnp.where(total == 0, 1, total)
-    out = product("tgkb,tkbv->tgv", weights, values) / total[..., None]
-    lse = jnp.where(is_empty, lowest, largest[..., 0, 0] + jnp.log(total))
+    weights, total, lse = exponentials(logits, allowed, (-2, -1))
+    out = product("tgkb,tkbv->tgv", weights, values) / total.squeeze(-1)
     return out.astype(value.dtype), lse
 
 

@@ -10,6 +10,8 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.axes import over_batch
+from effattn.arrays.combine import exponentials
 from effattn.arrays.gathers import pick
 from effattn.arrays.products import widened
 from effattn.cores.chosen_blocks import ranked
@@ -149,8 +151,7 @@ def _choose_by_xla(index: Index, places: Places, count: int) -> Chosen:
         return in_tiles_of_queries(tile, (query, weights, positions, *own), _QUERIES)
 
     arrays = (*index, *places)
-    for _ in index.query.shape[:-3]:
-        example = jax.vmap(example)
+    example = over_batch(example, index.query.ndim - 3)
     return example(*arrays)
 
 
@@ -221,8 +222,7 @@ def attend(
         config = chosen_keys.Config(factor, _of_key_head(factor, precision))
         head: Callable[..., Any] = functools.partial(chosen_keys.attend, config)
         head = jax.vmap(head, (-3, -2, -2, None), (-3, -2))
-        for _ in query.shape[:-3]:
-            head = jax.vmap(head)
+        head = over_batch(head, query.ndim - 3)
         groups = query.reshape(*query.shape[:-2], key.shape[-2], -1, query.shape[-1])
         out, lse = head(groups, key, value, jnp.where(chosen.counts, chosen.at, -1))
         return out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])
@@ -262,8 +262,7 @@ def _attend_by_xla(heads, chosen, scale, precision):
 
         return in_tiles_of_queries(tile, (query, chosen), tile_of(chosen))
 
-    for _ in query.shape[:-3]:
-        example = jax.vmap(example)
+    example = over_batch(example, query.ndim - 3)
     return example(*mesh_axes.vary_alike((query, key, value, chosen)))
 
 
@@ -275,15 +274,8 @@ def tile_of(chosen: Chosen) -> int:
 def weights_of(query, key, chosen: Chosen, scale, precision) -> tuple[jax.Array, jax.Array]:
     """Attention weights `(T, K, G, k)` of queries `(T, N, H)`, and log-sum-exp `(T, K, G)`."""
     tokens, heads, size = query.shape
-    wide, lowest = scale.dtype, dtypes.lowest(scale.dtype)
     query = query.reshape(tokens, key.shape[-2], heads // key.shape[-2], size)
     product = functools.partial(jnp.einsum, "tkgh,tskh->tkgs", precision=precision)
-    logits = scale * widened(product, query, pick(key, chosen.at), wide)
-    counts = chosen.counts[:, None, None]
-    logits = jnp.where(counts, logits, lowest)
-    largest = lax.stop_gradient(logits.max(-1, keepdims=True))
-    weights = jnp.where(counts, jnp.exp(logits - largest), 0)
-    total = weights.sum(-1, keepdims=True)
-    is_empty, total = total == 0, jnp.where(total == 0, 1, total)
-    lse = jnp.where(is_empty, lowest, largest + jnp.log(total))[..., 0]
+    logits = scale * widened(product, query, pick(key, chosen.at), scale.dtype)
+    weights, total, lse = exponentials(logits, chosen.counts[:, None, None])
     return weights / total, lse

@@ -15,7 +15,10 @@ _AT_ONCE = 16
 
 
 def nearest(tokens: jax.Array, centroids: jax.Array) -> jax.Array:
-    """The nearest clusters, int32 `(*B, N, T)`, by the products of `(*B, N, T, H)`."""
+    """The cluster whose centroid `(N, C, H)` has the largest product with each token.
+
+    Tokens are `(*B, N, T, H)`, clusters int32 `(*B, N, T)`.
+    """
 
     def step(best, some):
         largest, cluster = best

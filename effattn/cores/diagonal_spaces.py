@@ -69,7 +69,7 @@ def mix(
     and memory O(T D).
 
     Args:
-      name: name of the mechanism, a key of `sequence_parts.TAKEN`.
+      name: name of the mechanism, a key of `sequence_parts.SUPPORTED`.
       x: `(B, T, D)`, zero in the padding.
       space: the state space.
       state: `(B, D, M)`, the state before the first token; None for zeros.
@@ -139,7 +139,7 @@ def _passed(name, last_from, logs, state, count, starts):
     `last_from(state)` is the state after this part, of `count (B,)` valid tokens. Outside of
     `sequence_parts.along`, the results are `state` and None.
     """
-    parts = sequence_parts.taken(name, "pass_states")
+    parts = sequence_parts.parts_for(name, "pass_states")
     if parts is None:
         return state, None
     kept = jnp.exp(dtypes.product(logs[None], count[:, None, None]))

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from effattn.arrays import checks, mesh_axes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import lead, over_batch
 from effattn.arrays.gathers import permute
 from effattn.arrays.segments import positions_from_segment_ids, starts_of_runs, within
 from effattn.cores import attention, folding
@@ -101,8 +101,7 @@ def number_of_blocks(length: int, size: int) -> int:
 def blocks_of(segment_ids: jax.Array, size: int) -> Blocks:
     """Blocks of `size` tokens for the documents of `segment_ids (*B, T)`, T at least 1."""
     of_rows: Any = functools.partial(_of_row, size=size)
-    for _ in range(segment_ids.ndim - 1):
-        of_rows = jax.vmap(of_rows)
+    of_rows = over_batch(of_rows, segment_ids.ndim - 1)
     spec = PartitionSpec(*mesh_axes.spec(segment_ids)[:-1], None)
     found = mesh_axes.placed(of_rows, segment_ids, *[spec] * len(Blocks._fields))(segment_ids)
     return Blocks(*found)

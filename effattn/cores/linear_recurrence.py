@@ -89,9 +89,9 @@ def signature(config: Config, x: Inputs) -> str:
         about.append(f"chunk {config.chunk}")
     if x.tokens is not None and x.tokens.starts is not None:
         about.append("packed")
-    dtypes = dict.fromkeys(str(array.dtype) for array in jax.tree.leaves((x.queries, x.keys)))
+    names = dict.fromkeys(str(array.dtype) for array in jax.tree.leaves((x.queries, x.keys)))
     sizes = f"sizes {features} and {terms.value.shape[-1]}"
-    return f"linear recurrence, {' '.join(dtypes)}, {heads_of}, {sizes}, {', '.join(about)}"
+    return f"linear recurrence, {' '.join(names)}, {heads_of}, {sizes}, {', '.join(about)}"
 
 
 def linear_recurrence(

@@ -44,7 +44,7 @@ def solve(
     terms: Callable[[Any, Any, Any], Terms],
     product: Callable[[jax.Array], jax.Array],
     query: jax.Array,
-    x: Equations,
+    equations: Equations,
     *,
     num_steps: int,
     implementation: Any = None,
@@ -56,12 +56,12 @@ def solve(
       terms: the terms of the recurrence of `product`, for keys (key, value, beta, log_decay).
       product: the left sides of the equations, for vectors `(*B, T, N, H)`.
       query: the right sides, `(*B, T, N, H)`.
-      x: the equations.
+      equations: the terms of the equations, and their state.
       num_steps: the most steps of a token.
       implementation: as in `effattn.options`.
     """
-    keys = x.key, x.key, x.beta, x.log_decay
-    inputs = Inputs(None, x.state, query, keys, x.tokens)
+    keys = equations.key, equations.key, equations.beta, equations.log_decay
+    inputs = Inputs(None, equations.state, query, keys, equations.tokens)
     chosen = dispatch.choose(implementation, call(mechanism, Config(terms, query.dtype), inputs))
     # The kernel knows one device's tokens and heads; elsewhere the recurrence of `product` does.
     has_kernel = sequence_parts.current() is None and not mesh_axes.explicit(query)
@@ -73,7 +73,7 @@ def solve(
         def by_kernel(query):
             from effattn.llvm import mesa  # imported on first use: it imports a slow module
 
-            return mesa.solve(query, *x, num_steps=num_steps)
+            return mesa.solve(query, *equations, num_steps=num_steps)
 
         forms = dict.fromkeys(chosen.names, by_products)
         if has_kernel and "llvm" in forms:

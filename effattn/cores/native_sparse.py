@@ -11,6 +11,8 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import over_batch
+from effattn.arrays.combine import exponentials
 from effattn.arrays.products import widened
 from effattn.arrays.segments import positions_from
 from effattn.cores import attention, chosen_blocks, folding, packed_pairs
@@ -157,7 +159,12 @@ class Documents(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Int32 `(T,)` each: the first and last key that a query may see, its block, and the first."""
+    """Keys and blocks that each query may see, int32 `(T,)` each.
+
+    Attributes:
+      begin, last: the first and the last key.
+      own, first: its own block, and the first block of its document.
+    """
 
     begin: jax.Array
     last: jax.Array
@@ -228,8 +235,7 @@ def _attend_whole(
         config = native_sparse.Config(dataclasses.astuple(settings), scale, form)
         head: Callable[..., jax.Array] = functools.partial(native_sparse.attend, config)
         head = jax.vmap(head, (-3, *[-2] * 4, -3, None), -3)
-        for _ in limits.shape:
-            head = jax.vmap(head)
+        head = over_batch(head, limits.ndim)
         query, gates = (_in_groups(x, key.shape[-2]) for x in (query, gates))
         out = head(query, key, value, *compressed, gates, limits)
         return out.reshape(*heads[0].shape[:-1], value.shape[-1])
@@ -322,8 +328,7 @@ def _attend_branches(
 
     # Map over key heads, then over batch dimensions.
     each: Callable[..., Any] = jax.vmap(head, (-3, *[-2] * 4, *[None] * 4), -3)
-    for _ in batch:
-        each = jax.vmap(each)
+    each = over_batch(each, len(batch))
     groups = _in_groups(query, key.shape[-2])
     outs = each(groups, *of_blocks, *compressed, limits, positions, reach, documents)
     first, second = (out.reshape(*batch, length, count, value.shape[-1]) for out in outs)
@@ -428,11 +433,9 @@ def _attend_compressed(
         query, at = x
         begin, last, own, first = (number[:, None] for number in at)
         is_seen = ((ends[None] >= begin) & (ends[None] <= last))[:, None]
-        logits = jnp.where(is_seen, options["scale"] * product("tgh,mh->tgm", query, keys), lowest)
-        largest = lax.stop_gradient(logits.max(-1, keepdims=True, initial=lowest))
-        weights = jnp.where(is_seen, jnp.exp(logits - largest), 0)
-        total = weights.sum(-1, keepdims=True)
-        weights = weights / jnp.where(total == 0, 1, total)
+        logits = options["scale"] * product("tgh,mh->tgm", query, keys)
+        weights, total, _ = exponentials(logits, is_seen)
+        weights = weights / total
 
         of_strides = _of_strides(settings, lax.stop_gradient(weights).sum(1))
         if strides is None:

@@ -81,7 +81,7 @@ def in_turns(
     again, from the states between the parts.
 
     Args:
-      name: name of the mechanism, a key of `sequence_parts.TAKEN`.
+      name: name of the mechanism, a key of `sequence_parts.SUPPORTED`.
       run: `(inputs, state before this part) -> (output, state after it)`.
       inputs: pytree of all arrays that `run` reads, with its parameters.
       state: pytree, the state before the whole sequence.
@@ -90,7 +90,7 @@ def in_turns(
     Returns:
       The output of this part, and None; outside of `sequence_parts.along` the results of `run`.
     """
-    parts = sequence_parts.taken(name, "pass_states")
+    parts = sequence_parts.parts_for(name, "pass_states")
     # No collective may depend on the turn, such as a sum of gradients of shared parameters.
     inputs, state = mesh_axes.vary_alike((inputs, state))
     if parts is None:
@@ -138,7 +138,7 @@ def before(
     Returns:
       Two states; outside of `sequence_parts.along` the given state, and None.
     """
-    parts = sequence_parts.taken(name, "pass_states")
+    parts = sequence_parts.parts_for(name, "pass_states")
     if parts is None:
         return x.state, None
     none = mesh_axes.vary_like(jax.tree.leaves(x.queries)[0], jnp.zeros_like(x.state))

@@ -256,7 +256,7 @@ def _steps(query: Places, slot: Places, sizes: Sizes):
 
 
 def windows(x: jax.Array, number: int, step: int, width: int) -> jax.Array:
-    """Windows `(number, B, width, ...)` of x `(B, L, ...)`, each `step` tokens after the last.
+    """Windows `(number, B, width, ...)` of x `(B, L, ...)`, which start every `step` tokens.
 
     Zeros follow the L tokens. Gradients are sums of slices, without a scatter.
     """

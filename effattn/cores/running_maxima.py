@@ -88,7 +88,7 @@ def maximum_of_parts(
     The arguments after `name`, that of the function for messages, are those of `decaying_maxima`.
     Outside of `sequence_parts.along`, the results are `first` and None.
     """
-    parts = sequence_parts.taken(name, "pass_states")
+    parts = sequence_parts.parts_for(name, "pass_states")
     if parts is None:
         return first, None
     lowest = dtypes.lowest(x.dtype)

@@ -21,7 +21,7 @@ from effattn.arrays.segments import positions_from_segment_ids
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The functions that each form takes, and modules that are known by their own name.
-TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
+SUPPORTED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "pass_states": frozenset(
             {
@@ -141,7 +141,7 @@ class Parts:
     """A sequence in parts along a mesh axis.
 
     Attributes:
-      form: the function of `effattn.parallel` that runs, a key of `TAKEN`.
+      form: the function of `effattn.parallel` that runs, a key of `SUPPORTED`.
       axis_name: the mesh axis.
       calls: number of mechanisms that exchanged something.
     """
@@ -212,7 +212,7 @@ def refuse(name: str) -> None:
     if parts is None:
         return
     raise ValueError(
-        f"{parts.form} takes {', '.join(sorted(TAKEN[parts.form]))} and their modules, got "
+        f"{parts.form} takes {', '.join(sorted(SUPPORTED[parts.form]))} and their modules, got "
         f"{name}; {_INSTEAD[parts.form]}"
     )
 
@@ -227,19 +227,21 @@ def check_mixer(mixer: Any) -> None:
         return
     mechanism = getattr(getattr(mixer, "binding", None), "mechanism", None)
     called = None if mechanism is None else getattr(mechanism.function, "__name__", None)
-    if not {name, called} & TAKEN[parts.form]:
+    if not {name, called} & SUPPORTED[parts.form]:
         refuse(name)
 
 
-def taken(name: str, form: str) -> Parts | None:
-    """The sequence in parts, counting a call; None outside of `along`.
+def parts_for(name: str, form: str) -> Parts | None:
+    """The sequence in parts, for a call that supports the form; None outside of `along`.
+
+    It counts the call, so that `along` can tell a function that ignored the parts.
 
     Raises:
       ValueError: another form runs.
     """
     parts = current()
     if parts is not None:
-        if parts.form != form or name not in TAKEN[form]:
+        if parts.form != form or name not in SUPPORTED[form]:
             refuse(name)
         parts.calls += 1
     return parts
@@ -331,7 +333,7 @@ def over_channels(
     Args:
       tokens: names of arrays `(*B, T, D)`.
       channels: names of arrays with an axis of channels, or of groups of channels, and that axis.
-      name: name in `TAKEN`; default, that of the function.
+      name: name in `SUPPORTED`; default, that of the function.
     """
     form = "exchange_channels"
 
@@ -342,9 +344,9 @@ def over_channels(
         @functools.wraps(function)
         def run(*args, **kwargs):
             parts = current()
-            if parts is None or parts.form != form and known in TAKEN[parts.form]:
+            if parts is None or parts.form != form and known in SUPPORTED[parts.form]:
                 return function(*args, **kwargs)
-            taken(known, form)
+            parts_for(known, form)
             given = signature.bind(*args, **kwargs)
             arguments = given.arguments
             for name in tokens:

@@ -12,7 +12,7 @@ from effattn.cores import passed_states, sequence_parts
 from effattn.xla.linear_scan import linear_scan, max_plus_scan
 
 # Lower than any key; differences of such exponents do not overflow.
-_LOWEST = -1e30
+LOWEST = -1e30
 
 
 class Sums(NamedTuple):
@@ -23,7 +23,7 @@ class Sums(NamedTuple):
     Attributes:
       values: `(*B, D)` or `(*B, T, D)`, sum of exp(k - largest) v.
       weights: same shape, sum of exp(k - largest).
-      largest: same shape, the largest exponent, or `_LOWEST` before the first token.
+      largest: same shape, the largest exponent, or `LOWEST` before the first token.
     """
 
     values: jax.Array
@@ -63,13 +63,13 @@ def one_token(exponent: jax.Array, value: jax.Array) -> Sums:
 
 def empty_sums(shape: tuple[int, ...], dtype: Any) -> Sums:
     """Returns the empty sums."""
-    return Sums(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.full(shape, _LOWEST, dtype))
+    return Sums(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.full(shape, LOWEST, dtype))
 
 
 def initial_sums(initial: Sums | None, like: jax.Array) -> Sums:
     """Returns the checked initial sums `(B, D)` for tokens `like (B, T, D)`, in their dtype.
 
-    None and zeros are the empty sums. Where the weights are zero, `largest` becomes `_LOWEST`.
+    None and zeros are the empty sums. Where the weights are zero, `largest` becomes `LOWEST`.
     """
     shape = like.shape[0], like.shape[2]
     if initial is None:
@@ -82,7 +82,7 @@ def initial_sums(initial: Sums | None, like: jax.Array) -> Sums:
         checks.shaped(f"initial_state.{name}", x, shape).astype(like.dtype)
         for name, x in initial._asdict().items()
     )
-    return Sums(values, weights, lax.stop_gradient(jnp.where(weights > 0, largest, _LOWEST)))
+    return Sums(values, weights, lax.stop_gradient(jnp.where(weights > 0, largest, LOWEST)))
 
 
 def running_sums(
@@ -109,15 +109,15 @@ def running_sums(
     initial = initial_sums(initial, key)
     if valid is not None:
         # Padding adds no weight and does not decay earlier weights.
-        key = jnp.where(valid[..., None], key, _LOWEST)
+        key = jnp.where(valid[..., None], key, LOWEST)
         fall = jnp.where(valid[..., None], lead(decay, 3), 0)
     else:
         fall = jnp.broadcast_to(decay, key.shape)
     if starts is not None:
-        fall = jnp.where(starts[..., None], -_LOWEST, fall)
+        fall = jnp.where(starts[..., None], -LOWEST, fall)
     largest = max_plus_scan(-fall, key, initial.largest)
-    # Exponents from before a start can fall below `_LOWEST`.
-    largest = jnp.maximum(largest, _LOWEST)
+    # Exponents from before a start can fall below `LOWEST`.
+    largest = jnp.maximum(largest, LOWEST)
     before = jnp.concatenate([initial.largest[:, None], largest[:, :-1]], 1)
     kept = jnp.exp(lax.stop_gradient(before) - fall - largest)
     if starts is not None:
@@ -148,7 +148,7 @@ def passed_sums(
     The arguments after `name`, that of the function for messages, are those of `running_sums`.
     Outside of `sequence_parts.along`, the results are `initial` and None.
     """
-    parts = sequence_parts.taken(name, "pass_states")
+    parts = sequence_parts.parts_for(name, "pass_states")
     if parts is None:
         return initial, None
     time = key.shape[1]
@@ -159,7 +159,7 @@ def passed_sums(
     if starts is not None:
         first = jnp.where(starts, jnp.arange(time), 0).max(1)
         present, resets = present & (jnp.arange(time) >= first[:, None]), starts.any(1)
-    exponent = jnp.where(present[..., None], key - lead(decay, 3) * later[..., None], _LOWEST)
+    exponent = jnp.where(present[..., None], key - lead(decay, 3) * later[..., None], LOWEST)
     largest = lax.stop_gradient(exponent.max(1))
     weight = jnp.where(present[..., None], jnp.exp(exponent - largest[:, None]), 0)
     added = Sums((weight * value).sum(1), weight.sum(1), largest)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays.combine import combine
+from effattn.arrays.gathers import rows_at
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention
 from effattn.decode import contiguous, ring
@@ -16,7 +17,7 @@ from effattn.decode.decoder import Sizes, without_naive
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.state import bounded, check_init, check_state, new_lengths
 from effattn.decode.tokens import append_to
-from effattn.functional.longformer import gather, locate
+from effattn.functional.longformer import locate
 from effattn.functional.sliding_window import sliding_window_attention
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]
@@ -154,18 +155,18 @@ class LongformerDecoder:
             is_global, slot, where = locate(is_global, min(time, state.position.shape[1]))
 
             def attend_globally():
-                asking = gather(positions, where)
+                asking = rows_at(positions, where)
                 everywhere = jnp.arange(prefix.key.shape[1], dtype=jnp.int32)
                 of_global, _ = self._attend(
                     (
-                        gather(global_query, where),
+                        rows_at(global_query, where),
                         prefix.key.astype(key.dtype),
                         prefix.value.astype(value.dtype),
                     ),
                     (asking, jnp.broadcast_to(everywhere, prefix.key.shape[:2])),
-                    gather(is_global, where)[..., None] & (everywhere <= asking[..., None]),
+                    rows_at(is_global, where)[..., None] & (everywhere <= asking[..., None]),
                 )
-                return jnp.where(is_global[..., None, None], gather(of_global, slot), out)
+                return jnp.where(is_global[..., None, None], rows_at(of_global, slot), out)
 
             # Only steps with a global token read the whole prefix.
             out = jax.lax.cond(jnp.any(is_global), attend_globally, lambda: out)

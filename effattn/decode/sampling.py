@@ -52,7 +52,7 @@ def sample_token(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     rng = check_draw(rng, temperature, top_k, top_p)
     # Random noise in 16 bits has too few distinct values.
-    logits = _below_best(logits.astype(dtypes.wide(logits.dtype)))
+    logits = _below_best(dtypes.widen(logits))
     if top_k is not None:
         if top_k > logits.shape[-1]:
             raise ValueError(

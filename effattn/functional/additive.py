@@ -110,7 +110,8 @@ registry.register(
     registry.Mechanism(
         name="additive",
         family="exact",
-        paper="Bahdanau, Cho and Bengio 2014, Neural Machine Translation by Jointly Learning",
+        paper="Bahdanau, Cho and Bengio 2014, Neural Machine Translation by Jointly Learning to "
+        "Align and Translate",
         function=additive_attention,
         capabilities=frozenset({"cross"}),
         builder="effattn.nn.additive:AdditiveSelfAttention",

@@ -11,7 +11,7 @@ from effattn.functional.attention_free import BOTH_WAYS, entry
 registry.register(
     entry(
         name="aft_simple",
-        capabilities=BOTH_WAYS | {"segments"},
+        capabilities=BOTH_WAYS,
         builder="effattn.nn.aft_simple:AFTSimple",
         complexity="O(N D)",
         time_exponent=1.0,

@@ -14,6 +14,7 @@ from effattn.arrays.segments import positions_from_segment_ids
 from effattn.cores import sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.cores.weighted_sums import (
+    LOWEST,
     Sums,
     empty_sums,
     one_token,
@@ -32,21 +33,18 @@ class Options(Direction, TokenMixing, total=False):
     """The shared options of `attention_free`."""
 
 
-_LOWEST = -1e30  # below every exponent
-
-
 def naive(query, key, value, pairs, *, position_bias, local_window_size, initial_state=None):
     """Query `(T, D)`, key and value `(S, D)`; the state is `Sums` over earlier tokens, `(D,)`."""
     bias = jax.tree.map(lambda x: jnp.asarray(x, key.dtype), position_bias)
     w = pair_biases(bias, local_window_size, pairs.places, key.shape[1])
     empty = jnp.zeros_like(key, shape=key.shape[1:])
     start = Sums(empty, empty, empty) if initial_state is None else initial_state
-    before = lax.stop_gradient(jnp.where(start.weights > 0, start.largest, _LOWEST))
+    before = lax.stop_gradient(jnp.where(start.weights > 0, start.largest, LOWEST))
 
     def sums(exponent, allowed):
         """`Sums` of the start and of the keys `allowed (S,)`; exponent `(S, D)`."""
-        exponent = jnp.where(allowed[:, None], exponent, _LOWEST)
-        largest = lax.stop_gradient(jnp.maximum(exponent.max(0, initial=_LOWEST), before))
+        exponent = jnp.where(allowed[:, None], exponent, LOWEST)
+        largest = lax.stop_gradient(jnp.maximum(exponent.max(0, initial=LOWEST), before))
         weights = jnp.where(allowed[:, None], jnp.exp(exponent - largest), 0)
         kept = jnp.exp(before - largest)
         values = kept * start.values + (weights * value).sum(0)
@@ -241,7 +239,7 @@ def _both_sides(key, value, valid, starts):
         ends = _ends(starts)
         after = _flipped(_beyond(_running(*_flipped((key, value, valid, ends))), 0))
         return _running(key, value, valid, starts).plus(after.emptied(ends[..., None]))
-    largest = lax.stop_gradient(key.max(1, keepdims=True, initial=-1e30))
+    largest = lax.stop_gradient(key.max(1, keepdims=True, initial=LOWEST))
     weight = jnp.exp(key - largest)
     return Sums((weight * value).sum(1, keepdims=True), weight.sum(1, keepdims=True), largest)
 
@@ -289,7 +287,7 @@ def _full(key, value, valid, factors, is_causal, ids=None, starts=None):
         seen &= (token < first)[None, None]
         earlier = jnp.where(seen.any(1)[..., None], key, lowest)
         of_earlier = earlier.max(1, keepdims=True)
-        of_earlier = lax.stop_gradient(jnp.maximum(of_earlier, _LOWEST))
+        of_earlier = lax.stop_gradient(jnp.maximum(of_earlier, LOWEST))
         sums = _product(biases(column, seen), earlier, value, of_earlier, of_earlier)
         is_inside = jnp.tri(tile, dtype=bool)[None] & (own == part(ids)[:, None])
         bias = biases(part(column), is_inside)
@@ -304,7 +302,7 @@ def _product(bias, key, value, of_keys, of_queries):
 
     `of_keys (B, #S, D)` and `of_queries (B, #C, D)` are the largest keys of their documents.
     """
-    of_rows = lax.stop_gradient(jnp.maximum(bias.max(-1, keepdims=True), _LOWEST))
+    of_rows = lax.stop_gradient(jnp.maximum(bias.max(-1, keepdims=True), LOWEST))
     share, weight = jnp.exp(bias - of_rows), jnp.exp(key - of_keys)
     values, weights = share @ (weight * value), share @ weight
     return Sums(values, weights, jnp.broadcast_to(of_rows + of_queries, values.shape))
@@ -313,7 +311,7 @@ def _product(bias, key, value, of_keys, of_queries):
 def _pairs(bias, key, value):
     """Returns sums by pairs `(B, C, C, D)`, with one largest exponent for each row and feature."""
     exponent = bias[..., None] + key[:, None]
-    largest = lax.stop_gradient(jnp.maximum(exponent.max(2), _LOWEST))
+    largest = lax.stop_gradient(jnp.maximum(exponent.max(2), LOWEST))
     weight = jnp.exp(exponent - largest[:, :, None])
     return Sums((weight * value[:, None]).sum(2), weight.sum(2), largest)
 
@@ -355,7 +353,7 @@ def _local(key, value, valid, bias, window, is_causal, ids=None, starts=None):
         if ids is not None:
             is_there &= (there(padded_ids, 1) == ids)[..., None]
         exponent = jnp.where(is_there, key_there, 0) + lead(of_pairs, 3)
-        one = one_token(jnp.maximum(exponent, -1e30), there(padded_value, 1))
+        one = one_token(jnp.maximum(exponent, LOWEST), there(padded_value, 1))
         values, weights = (jnp.where(is_there, x, 0) for x in one[:2])
         return sums.plus(Sums(values, weights, one.largest)), None
 

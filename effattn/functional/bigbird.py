@@ -297,7 +297,7 @@ registry.register(
     registry.Mechanism(
         name="bigbird",
         family="sparse",
-        paper="Zaheer et al. 2020, Big Bird",
+        paper="Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences",
         function=bigbird_attention,
         decoder="effattn.decode.gathered:GatheredDecoder",
         pattern=pattern,

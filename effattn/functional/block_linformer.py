@@ -141,7 +141,10 @@ def check_projections(of_keys: Any, of_values: Any, heads: int) -> tuple[jax.Arr
 
 def _attend(projections, query, key, value, given: attention.Arguments):
     """Attends to the own block and to slots of earlier blocks in one softmax."""
-    parts, length = sequence_parts.taken("block_linformer_attention", "share_keys"), query.shape[-3]
+    parts, length = (
+        sequence_parts.parts_for("block_linformer_attention", "share_keys"),
+        query.shape[-3],
+    )
     slots, size = projections[0].shape[-2:]
     sequence_parts.check_blocks("blocks", size, length)
     with sequence_parts.alone():

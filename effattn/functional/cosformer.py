@@ -180,7 +180,7 @@ registry.register(
     registry.Mechanism(
         name="cosformer",
         family="linear",
-        paper="Qin et al. 2022, cosFormer",
+        paper="Qin et al. 2022, cosFormer: Rethinking Softmax in Attention",
         function=cosformer_attention,
         capabilities=frozenset({"cross"}),
         options={"max_length": 16384},

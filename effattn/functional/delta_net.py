@@ -46,8 +46,8 @@ def delta_rule_attention(
 
     With beta_t = 1, the value of a key of length 1 is replaced; with beta_t = 0, nothing is
     written. Keys are not normalised: the state stays bounded if beta_t |k_t|^2 is at most 2, for
-    example with keys of length 1. Always causal. Time is O(T H (Hv + C)) for chunks of C
-    tokens, and memory O(T).
+    example with keys of length 1. Always causal. Time is O(T (C (H + Hv) + H Hv)) for
+    chunks of C tokens, and memory O(T).
 
     Schlag et al. 2021, "Linear Transformers Are Secretly Fast Weight Programmers"; Yang et al.
     2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"; Yang, Kautz

@@ -38,7 +38,10 @@ def delta_product_attention(
     scale: float | jax.Array | None = None,
     **options: Unpack[Recurrent],
 ) -> Any:
-    r"""DeltaProduct (Siems et al. 2025), and with decays Gated DeltaProduct.
+    r"""DeltaProduct, and with decays Gated DeltaProduct.
+
+    Siems et al. 2025, "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder
+    Products".
 
     Each token takes M steps of the delta rule, with M keys, values and strengths, so that its
     transition is a product of M Householder matrices:
@@ -49,9 +52,7 @@ def delta_product_attention(
 
     With M = 1 this is `delta_rule_attention`, and with M keys of length 1 and strengths up to 2 the
     transition can be any product of M reflections, such as a rotation for M = 2. Always causal.
-    Time is O(T M H (Hv + C)) for chunks of C steps, and memory O(T M).
-
-    "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products".
+    Time is O(T M (C (H + Hv) + H Hv)) for chunks of C steps, and memory O(T M).
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.

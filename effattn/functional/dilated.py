@@ -7,7 +7,7 @@ registry.register(
     registry.Mechanism(
         name="dilated",
         family="sparse",
-        paper="Beltagy et al. 2020, Longformer",
+        paper="Beltagy et al. 2020, Longformer: The Long-Document Transformer",
         function=sliding_window_attention,
         capabilities=frozenset({"cross"}),
         options={"local_window_size": 127, "dilation": 2},

@@ -22,7 +22,7 @@ def naive(query, key, value, pairs, *, scale, alpha):
     """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`; thresholds by sorted logits."""
     z = (alpha - 1) * jnp.where(pairs.allowed, pairs.logits(scale * dot(query, key.T)), -jnp.inf)
     z = z - jax.lax.stop_gradient(jnp.maximum(z.max(1, initial=-jnp.inf), -1e30))[:, None]
-    # Entries of -1 or less have no weight. `stop` keeps the gradients of absent pairs at zero.
+    # Entries of -1 or less have no weight, and absent pairs are at -1 with a gradient of zero.
     z = jnp.where(z > -1, z, -1)
     falling, k = -jnp.sort(-z, 1), jnp.arange(1, len(key) + 1)
     mean = jnp.cumsum(falling, 1) / k

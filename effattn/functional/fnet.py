@@ -59,7 +59,7 @@ def fourier_mixing(x: jax.Array, *, norm: str = "backward") -> jax.Array:
     checks.known_length("fourier_mixing", x, axis=-2)
     if 0 in x.shape:
         return x
-    wide = x.astype(dtypes.wide(x.dtype))
+    wide = dtypes.widen(x)
     if sequence_parts.current() is None:
         y = jnp.real(jnp.fft.fft2(wide, norm=norm))
     else:

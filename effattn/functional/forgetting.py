@@ -128,7 +128,7 @@ registry.register(
         capabilities=frozenset({"causal", "cross"}),
         builder="effattn.nn.forgetting:ForgettingAttention",
         decoder="effattn.decode.forgetting:ForgettingDecoder",
-        complexity="O(N^2)",
+        complexity="O(N^2 H)",
         time_exponent=2.0,
         knows_order=True,
     )

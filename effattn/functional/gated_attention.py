@@ -35,7 +35,7 @@ registry.register(
             {"bidirectional", "causal", "lengths", "segments", "decode", "dropout"}
         ),
         builder="effattn.nn.gated_self_attention:GatedSelfAttention",
-        complexity="O(N^2)",
+        complexity="O(N^2 H)",
         time_exponent=2.0,
     )
 )

@@ -12,7 +12,8 @@ registry.register(
     registry.Mechanism(
         name="gated_delta_net",
         family="recurrent",
-        paper="Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks",
+        paper="Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks: Improving Mamba2 with "
+        "Delta Rule",
         function=delta_rule_attention,
         capabilities=frozenset({"causal"}),
         builder="effattn.nn.gated_delta_net:GatedDeltaNet",

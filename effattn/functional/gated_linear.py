@@ -72,7 +72,8 @@ registry.register(
     registry.Mechanism(
         name="gated_linear",
         family="recurrent",
-        paper="Yang et al. 2023, Gated Linear Attention Transformers",
+        paper="Yang et al. 2023, Gated Linear Attention Transformers with Hardware-Efficient "
+        "Training",
         function=gated_linear_attention,
         capabilities=frozenset({"causal"}),
         builder="effattn.nn.gated_linear:GatedLinearAttention",

@@ -51,7 +51,9 @@ def gated_slot_attention(
     scale: float | jax.Array | None = None,
     **options: Unpack[Recurrent],
 ) -> Any:
-    r"""Gated slot attention (Zhang et al. 2024, "Gated Slot Attention for ... Linear-Time ...").
+    r"""Gated slot attention.
+
+    Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling".
 
     Each key head has m slots. A slot i holds a key and a value, averages of those of past tokens,
     and a query attends to the slots:

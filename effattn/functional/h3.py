@@ -48,6 +48,8 @@ def h3_mixing(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Multiplicative gates around a diagonal state space, the core of H3.
 
+    Fu et al. 2022, "Hungry Hungry Hippos: Towards Language Modeling with State Space Models".
+
     For each of N heads of H features, with the convolution kernel K of a diagonal state space (see
     `s4_convolution`),
 
@@ -75,8 +77,6 @@ def h3_mixing(
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit.
-
-    Fu et al. 2022, "Hungry Hungry Hippos: Towards Language Modeling with State Space Models".
     """
     given = {"query": query, "key": key, "value": value}
     query, key, value, valid, _ = token_mixing.check("h3_mixing", given, **options)

@@ -93,7 +93,8 @@ registry.register(
     registry.Mechanism(
         name="hedgehog",
         family="linear",
-        paper="Zhang et al. 2024, The Hedgehog & the Porcupine",
+        paper="Zhang et al. 2024, The Hedgehog & the Porcupine: Expressive Linear Attentions with "
+        "Softmax Mimicry",
         function=hedgehog_attention,
         capabilities=frozenset({"cross"}),
         builder="effattn.nn.hedgehog:HedgehogSelfAttention",

@@ -1,9 +1,9 @@
 """HGRN2 (Qin et al. 2024): gated linear attention whose keys are tied to the forget gates.
 
-    S_t = diag(f_t) S_(t-1) + (1 - f_t) v_t^T;    out_t = S_t^T q_t
+    S_t = diag(f_t) S_(t-1) + (1 - f_t) v_t^T;    out_t = H^(-1/2) S_t^T q_t
 
-The function is `gated_linear_attention` of `effattn.functional.gated_linear`, with the key 1 - f
-and the log decay log f.
+The function is `gated_linear_attention` of `effattn.functional.gated_linear`, with the key 1 - f,
+the log decay log f and its default scale, which the norm of the mixer cancels.
 """
 
 from effattn import registry

@@ -157,7 +157,7 @@ def hierarchical_attention(
 def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: attention.Arguments):
     """Attends to the own segment, the siblings and units of the last level in one softmax."""
     batch, length = query.shape[:-3], query.shape[-3]
-    held = sequence_parts.taken("hierarchical_attention", "share_keys")
+    held = sequence_parts.parts_for("hierarchical_attention", "share_keys")
     sequence_parts.check_blocks("segments", hierarchy.segment, length)
     whole, first = sequence_parts.all_tokens(length), 0 if held is None else held.index * length
     if whole <= hierarchy.segment:
@@ -254,7 +254,8 @@ registry.register(
     registry.Mechanism(
         name="hierarchical",
         family="sparse",
-        paper="Zhu and Soricut 2021, H-Transformer-1D",
+        paper="Zhu and Soricut 2021, H-Transformer-1D: Fast One-Dimensional Hierarchical "
+        "Attention for Sequences",
         function=hierarchical_attention,
         options={"segment_size": 64, "num_levels": 16, "num_summaries": 8},
         decoder="effattn.decode.hierarchical:HierarchicalDecoder",

@@ -126,7 +126,7 @@ def indexed_attention(
     if given.key_lengths is not None:
         limits = jnp.minimum(given.key_lengths, limits)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), query.shape[:-2])
-    segments, held = given.segments, sequence_parts.taken(name, "share_keys")
+    segments, held = given.segments, sequence_parts.parts_for(name, "share_keys")
     if held is not None:
         axis = query.ndim - 3
         key, value, of_index = (held.gather(x, axis) for x in (key, value, index.key))
@@ -151,7 +151,8 @@ registry.register(
     registry.Mechanism(
         name="indexed",
         family="sparse",
-        paper="DeepSeek-AI 2025, DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency ...",
+        paper="DeepSeek-AI 2025, DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with "
+        "DeepSeek Sparse Attention",
         function=indexed_attention,
         takes_heads=False,
         capabilities=frozenset({"causal", "lengths", "segments", "residual", "grouped", "decode"}),

@@ -38,7 +38,8 @@ registry.register(
     registry.Mechanism(
         name="inducing_points",
         family="low rank",
-        paper="Lee et al. 2019, Set Transformer",
+        paper="Lee et al. 2019, Set Transformer: A Framework for Attention-based "
+        "Permutation-Invariant Neural Networks",
         function=None,
         naive=over_examples(naive),
         takes_heads=False,

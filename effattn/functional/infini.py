@@ -174,7 +174,8 @@ registry.register(
     registry.Mechanism(
         name="infini",
         family="hybrid",
-        paper="Munkhdalai et al. 2024, Leave No Context Behind",
+        paper="Munkhdalai et al. 2024, Leave No Context Behind: Efficient Infinite Context "
+        "Transformers with Infini-attention",
         function=infini_attention,
         capabilities=frozenset({"causal"}),
         reasons={"bidirectional": "its memory holds earlier segments"},

@@ -41,7 +41,8 @@ registry.register(
     registry.Mechanism(
         name="latent",
         family="exact",
-        paper="DeepSeek-AI 2024, DeepSeek-V2: A Strong [...] Mixture-of-Experts Language Model",
+        paper="DeepSeek-AI 2024, DeepSeek-V2: A Strong, Economical, and Efficient "
+        "Mixture-of-Experts Language Model",
         function=None,
         naive=over_examples(naive),
         takes_heads=False,

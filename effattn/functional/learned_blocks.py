@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.axes import over_batch
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import valid
 from effattn.cores import attention, chosen_blocks, document_blocks, folding
@@ -243,7 +244,7 @@ def _placed(size, heads, selection_key, lengths, ids) -> tuple[Any, jax.Array, A
 def block_sums(keys: jax.Array, size: int) -> jax.Array:
     """Sums of the keys of the selection of each block, `(*B, n, K, Hs)`, at least float32."""
     axis = keys.ndim - 3
-    return folding.fold(keys.astype(dtypes.wide(keys.dtype)), size, axis).sum(axis + 1)
+    return folding.fold(dtypes.widen(keys), size, axis).sum(axis + 1)
 
 
 def choose(
@@ -285,8 +286,7 @@ def choose(
         return _scored(gated, query, sums, positions, limit, documents, size)
 
     head = jax.vmap(head, (-2, -2, None, None, None), (-2, -2))
-    for _ in positions.shape[:-1]:
-        head = jax.vmap(head)
+    head = over_batch(head, positions.ndim - 1)
     return head(selection_query, sums, positions, limits, documents)
 
 
@@ -335,8 +335,7 @@ def sample(
         return _scored(drawn, query, sums, positions, limit, documents, size)
 
     head = jax.vmap(head, (-2, 0, -2, None, None, None), (-2, -1))
-    for _ in positions.shape[:-1]:
-        head = jax.vmap(head)
+    head = over_batch(head, positions.ndim - 1)
     return head(selection_query, rngs, sums, positions, limits, documents)
 
 
@@ -417,8 +416,7 @@ def attend(
 
     # Map over key heads, then over batch dimensions.
     head = jax.vmap(head, (-3, *[-2] * 4, *[None] * 3), (-3, -2))
-    for _ in batch:
-        head = jax.vmap(head)
+    head = over_batch(head, len(batch))
     key_heads = key.shape[-2]
     query = query.reshape(*batch, length, key_heads, heads // key_heads, -1)
     out, lse = head(query, key, value, blocks, gates, positions, limits, documents)

@@ -128,7 +128,8 @@ registry.register(
     registry.Mechanism(
         name="linear",
         family="linear",
-        paper="Katharopoulos et al. 2020, Transformers are RNNs",
+        paper="Katharopoulos et al. 2020, Transformers are RNNs: Fast Autoregressive Transformers "
+        "with Linear Attention",
         function=linear_attention,
         capabilities=frozenset({"cross"}),
         options={"feature_map": "elu", "normalize": None},

@@ -118,7 +118,7 @@ def linformer_attention(
 
 
 def _attend(query, key, value, key_projection, value_projection, given: attention.Arguments):
-    parts = sequence_parts.taken("linformer_attention", "share_keys")
+    parts = sequence_parts.parts_for("linformer_attention", "share_keys")
     lengths, length, sum_parts = given.key_lengths, key.shape[-3], None
     if parts is not None:
         sum_parts = parts.sum
@@ -230,7 +230,7 @@ registry.register(
     registry.Mechanism(
         name="linformer",
         family="low rank",
-        paper="Wang et al. 2020, Linformer",
+        paper="Wang et al. 2020, Linformer: Self-Attention with Linear Complexity",
         function=linformer_attention,
         capabilities=frozenset({"cross"}),
         reasons={"causal": NOT_CAUSAL},

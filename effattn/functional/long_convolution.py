@@ -51,6 +51,8 @@ def long_convolution(
 ) -> jax.Array:
     r"""Convolution with regularised taps as long as the sequence.
 
+    Fu et al. 2023, "Simple Hardware-Efficient Long Convolutions for Sequence Modeling".
+
     For each feature separately, with the learned taps K, the threshold lambda and a moving average
     over w taps on each side,
 
@@ -76,8 +78,6 @@ def long_convolution(
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit, or a filter shorter than the sequence.
-
-    Fu et al. 2023, "Simple Hardware-Efficient Long Convolutions for Sequence Modeling".
     """
     x, valid, _ = token_mixing.check("long_convolution", {"x": x}, **options)
     _, time, features = x.shape
@@ -96,7 +96,7 @@ def long_convolution(
 def regularized(filter: jax.Array, threshold: float, smoothing: int) -> jax.Array:
     """The taps after the average and the threshold, `(..., L, D)` in at least float32."""
     check_regularization(threshold, smoothing)
-    threshold, filter = float(threshold), filter.astype(dtypes.wide(filter))
+    threshold, filter = float(threshold), dtypes.widen(filter)
     if smoothing:
         width, axis = 2 * smoothing + 1, filter.ndim - 2
         window = tuple(width if n == axis else 1 for n in range(filter.ndim))

@@ -446,7 +446,7 @@ def normalise(x: jax.Array, norm: Norm | None) -> jax.Array:
     if norm is None:
         return x
     scale, bias = (lead(jnp.asarray(part), x.ndim) for part in norm)
-    wide = x.astype(dtypes.wide(x.dtype))
+    wide = dtypes.widen(x)
     centred = wide - wide.mean(-1, keepdims=True)
     inverse = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5)
     return (centred * inverse * scale + bias).astype(x.dtype)
@@ -473,7 +473,8 @@ registry.register(
     registry.Mechanism(
         name="long_short",
         family="low rank",
-        paper="Zhu et al. 2021, Long-Short Transformer",
+        paper="Zhu et al. 2021, Long-Short Transformer: Efficient Transformers for Language and "
+        "Vision",
         function=long_short_attention,
         options={"window_size": 64},
         options_at=_strided,

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks, mesh_axes
+from effattn.arrays import checks
 from effattn.arrays.combine import combine
+from effattn.arrays.gathers import rows_at
 from effattn.arrays.segments import within
 from effattn.cores import attention
 from effattn.functional import sliding_window, softmax
@@ -186,26 +187,26 @@ def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
         unbounded,
         mask=seen[..., None, None, :],
         key_lengths=None,
-        segments=given.segments and (given.segments[0], gather(given.segments[1], where)),
+        segments=given.segments and (given.segments[0], rows_at(given.segments[1], where)),
         positions=(everywhere, where),
     )
-    global_part = attention.attend(query, gather(key, where), gather(value, where), to_global)
+    global_part = attention.attend(query, rows_at(key, where), rows_at(value, where), to_global)
     out, lse = combine(*zip(local_part, global_part, strict=True))
 
     by_global = dataclasses.replace(
         unbounded,
         query_lengths=None,
-        segments=given.segments and (gather(given.segments[0], where), given.segments[1]),
+        segments=given.segments and (rows_at(given.segments[0], where), given.segments[1]),
         positions=(where, everywhere),
     )
     global_query, global_key, global_value = global_arrays
     # Queries of unused slots are zero, so that padding does not reach the gradients of keys.
     asks = (_present(lengths[0], where) & there)[..., None, None]
-    asking = jnp.where(asks, gather(global_query, where), 0)
+    asking = jnp.where(asks, rows_at(global_query, where), 0)
     of_global = attention.attend(asking, global_key, global_value, by_global)
     is_global &= _present(lengths[0], everywhere)
-    out = jnp.where(is_global[..., None, None], gather(of_global[0], slot), out)
-    return out, jnp.where(is_global[..., None], gather(of_global[1], slot), lse)
+    out = jnp.where(is_global[..., None, None], rows_at(of_global[0], slot), out)
+    return out, jnp.where(is_global[..., None], rows_at(of_global[1], slot), lse)
 
 
 def _present(lengths, positions):
@@ -232,23 +233,11 @@ def locate(is_global: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.A
     return is_global, jnp.clip(slot, 0, most - 1), where
 
 
-def gather(array: jax.Array, where: jax.Array) -> jax.Array:
-    """Gathers `(*B, L, ...)` at indices `(*B, g)`."""
-
-    def at(array, where):
-        return array.at[where].get(mode="clip", unique_indices=False)
-
-    for _ in range(where.ndim - 1):
-        at = jax.vmap(at)
-    # The mask of global tokens may have another sharding.
-    return mesh_axes.placed_like(array, at, array, where)
-
-
 registry.register(
     registry.Mechanism(
         name="longformer",
         family="sparse",
-        paper="Beltagy et al. 2020, Longformer",
+        paper="Beltagy et al. 2020, Longformer: The Long-Document Transformer",
         function=longformer_attention,
         options={"local_window_size": 127, "dilation": 1},
         builder="effattn.nn.longformer:LongformerSelfAttention",

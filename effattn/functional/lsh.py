@@ -10,6 +10,7 @@ from jax import lax
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import over_batch
 from effattn.arrays.segments import starts_of_runs, valid, within
 from effattn.cores import attention, sorted_chunks
 from effattn.naive import dot, over_pairs, with_naive
@@ -281,8 +282,7 @@ def attend(
 
     # Map over heads, then over batch dimensions.
     head = jax.vmap(head, (-2, -2, -2, None), (-2, -1))
-    for _ in batch:
-        head = jax.vmap(head)
+    head = over_batch(head, len(batch))
     with jax.named_scope("lsh_attention"):
         out, lse = head(query_key, value, buckets, documents)
     return attention.clear_rows(out, lse, valid(query_lengths, None, length))
@@ -338,7 +338,7 @@ def hashed(query_key: jax.Array, rotations: jax.Array, factors: tuple[int, ...])
 
 def keys(query_key: jax.Array) -> jax.Array:
     """Returns queries scaled to length 1; zero queries and their gradients stay finite."""
-    wide = query_key.astype(dtypes.wide(query_key.dtype))
+    wide = dtypes.widen(query_key)
     size = query_key.shape[-1]
     inverse = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6) * size**-0.5
     return (wide * inverse).astype(query_key.dtype)
@@ -369,7 +369,7 @@ registry.register(
     registry.Mechanism(
         name="lsh",
         family="clustered",
-        paper="Kitaev et al. 2020, Reformer",
+        paper="Kitaev et al. 2020, Reformer: The Efficient Transformer",
         function=lsh_attention,
         takes_heads=False,
         capabilities=frozenset(

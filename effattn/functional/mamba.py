@@ -45,7 +45,7 @@ def selective_scan(
 
     In the symbols of the paper, for one head of D values, each with its own step size dt:
 
-        S_t = exp(A^T * dt_t) * S_(t-1) + B_t (dt_t * x_t)^T;    out_t = S_t^T C_t + D * x_t
+        S_t = exp(A^T * dt_t) * S_(t-1) + B_t (dt_t * x_t)^T;    out_t = S_t^T C_t + d * x_t
 
     * is elementwise, and dt_t is the same for all F entries of a value. C is the query, B the key,
     x the value; Mamba has one head of all values. Always causal. Time is O(T F D), memory
@@ -59,7 +59,7 @@ def selective_scan(
       value: x, `(*B, T, K, D)`.
       step_size: dt (after the softplus), `(*B, T, K, D)`, positive.
       rate: A, `(K, D, F)`, 0 or less, checked if concrete.
-      skip: D, `(K, D)`, or None for no skip term; requires N = K.
+      skip: d, `(K, D)`, or None for no skip term; requires N = K.
       chunk_size: tokens between two stored states in XLA; tuning only.
       **options: padding, packing, state and implementation: see `effattn.options`.
 

@@ -96,7 +96,8 @@ registry.register(
     registry.Mechanism(
         name="mamba2",
         family="recurrent",
-        paper="Dao and Gu 2024, Transformers are SSMs",
+        paper="Dao and Gu 2024, Transformers are SSMs: Generalized Models and Efficient "
+        "Algorithms Through Structured State Space Duality",
         function=state_space_duality,
         capabilities=frozenset({"causal"}),
         builder="effattn.nn.mamba2:Mamba2",

@@ -37,7 +37,7 @@ def naive(mixer, x):
         for scale, shift in zip(mixer.kappa[...], mixer.mu[...], strict=True)
     )
     value = jax.nn.silu(through(mixer.value, x))
-    seen = place // mixer.chunk_size == (place // mixer.chunk_size)[:, None]
+    seen = place // mixer.chunk_length == (place // mixer.chunk_length)[:, None]
     seen = seen & (distance <= 0) if mixer.is_causal else seen
     products, bias = query @ key.T, _bias(mixer, distance, wide)
     if mixer.attention_function == "softmax":
@@ -57,7 +57,7 @@ def naive(mixer, x):
 def _bias(mixer, distance, dtype):
     """Biases `(T, T)` of all distances; those beyond a chunk have no meaning."""
     if mixer.relative_bias == "simple":
-        return mixer.position_bias[...].astype(dtype)[distance + mixer.chunk_size - 1]
+        return mixer.position_bias[...].astype(dtype)[distance + mixer.chunk_length - 1]
     one, other = (x.astype(dtype).reshape(2, -1) for x in mixer.position_bias[...])
     frequency = 10000.0 ** (-jnp.arange(one.shape[1]) / one.shape[1])
     place = jnp.arange(len(distance), dtype=dtype)
@@ -79,7 +79,7 @@ registry.register(
         naive=over_examples(naive),
         takes_heads=False,
         capabilities=frozenset({"causal", "bidirectional", "lengths", "segments", "decode"}),
-        options={"chunk_size": 128},
+        options={"chunk_length": 128},
         builder="effattn.nn.mega:Mega",
         complexity="O(N D (c + h + log N))",
         time_exponent=1.0,

@@ -59,7 +59,9 @@ def mesa_attention(
     num_steps: int = 30,
     **options: Unpack[Recurrent],
 ) -> Any:
-    r"""Mesa layer (von Oswald et al. 2025, "MesaNet: Sequence Modeling by Locally Optimal ...").
+    r"""Mesa layer.
+
+    von Oswald et al. 2025, "MesaNet: Sequence Modeling by Locally Optimal Test-Time Training".
 
         G_t = exp(log_decay_t) G_(t-1) + beta_t k_t k_t^T
         S_t = exp(log_decay_t) S_(t-1) + beta_t k_t v_t^T
@@ -168,7 +170,8 @@ registry.register(
     registry.Mechanism(
         name="mesa",
         family="recurrent",
-        paper="von Oswald et al. 2025, MesaNet: Locally Optimal Test-Time Training",
+        paper="von Oswald et al. 2025, MesaNet: Sequence Modeling by Locally Optimal Test-Time "
+        "Training",
         function=mesa_attention,
         capabilities=frozenset({"causal"}),
         builder="effattn.nn.mesa:MesaNet",

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import over_batch
 from effattn.arrays.segments import valid
 from effattn.cores import attention, chosen_blocks, document_blocks, folding
 from effattn.cores.document_blocks import Reach
@@ -62,7 +63,9 @@ def moba_attention(
     top_k: int,
     **options: Unpack[Options],
 ) -> Any:
-    r"""Mixture of block attention (Lu et al. 2025, "MoBA: Mixture of Block Attention ...").
+    r"""Mixture of block attention.
+
+    Lu et al. 2025, "MoBA: Mixture of Block Attention for Long-Context LLMs".
 
     Blocks have b tokens. Each query head scores the blocks before its own by their mean keys,
 
@@ -219,8 +222,7 @@ def attend(
     # Map over query heads of a key head, then over key heads and batch dimensions.
     head = jax.vmap(head, (-2, None, None, None, None, None, None), (-2, -1))
     head = jax.vmap(head, (-3, -2, -2, -2, None, None, None), (-3, -2))
-    for _ in batch:
-        head = jax.vmap(head)
+    head = over_batch(head, len(batch))
     key_heads = key.shape[-2]
     query = query.reshape(*batch, length, key_heads, count // key_heads, -1)
     out, lse = head(query, key, value, sums, limits, positions, documents)

@@ -257,7 +257,8 @@ registry.register(
     registry.Mechanism(
         name="native_sparse",
         family="sparse",
-        paper="Yuan et al. 2025, Native Sparse Attention",
+        paper="Yuan et al. 2025, Native Sparse Attention: Hardware-Aligned and Natively Trainable "
+        "Sparse Attention",
         function=native_sparse_attention,
         capabilities=frozenset({"causal"}),
         builder="effattn.nn.native_sparse:NativeSparseSelfAttention",

@@ -177,7 +177,7 @@ def _attend(
     groups, is_padded = query.shape[-2] // key.shape[-2], given.key_lengths is not None
     plain = dataclasses.replace(given, scale=1.0, query_lengths=None, key_lengths=None)
     dtype = dtypes.wide(query, key, value)
-    parts = sequence_parts.taken("nystrom_attention", "share_keys")
+    parts = sequence_parts.parts_for("nystrom_attention", "share_keys")
     means = segment_means if parts is None else functools.partial(means_of_parts, parts)
 
     def attend(query, key, value, scale, skip_kernel, query_lengths, key_lengths):
@@ -357,7 +357,8 @@ registry.register(
     registry.Mechanism(
         name="nystrom",
         family="low rank",
-        paper="Xiong et al. 2021, Nystromformer",
+        paper="Xiong et al. 2021, Nystromformer: A Nystrom-Based Algorithm for Approximating "
+        "Self-Attention",
         function=nystrom_attention,
         capabilities=frozenset({"bidirectional", "cross"}),
         options={"num_landmarks": 32},

@@ -45,7 +45,10 @@ def path_attention(
     beta: jax.Array,
     **options: Unpack[Options],
 ) -> Any:
-    r"""PaTH attention (Yang et al. 2025, "PaTH Attention: Position Encoding via Accumulating ...").
+    r"""PaTH attention.
+
+    Yang et al. 2025, "PaTH Attention: Position Encoding via Accumulating Householder
+    Transformations".
 
     Softmax attention in which every token between a key and a query transforms their logit:
 

@@ -93,7 +93,7 @@ registry.register(
     registry.Mechanism(
         name="random",
         family="sparse",
-        paper="Zaheer et al. 2020, Big Bird",
+        paper="Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences",
         function=random_attention,
         decoder="effattn.decode.gathered:GatheredDecoder",
         pattern=functools.partial(bigbird.pattern, **_ONLY_RANDOM),

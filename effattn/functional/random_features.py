@@ -69,10 +69,10 @@ def random_feature_attention(
         phi(x) = [sin(w_1 . x), .., sin(w_m . x), cos(w_1 . x), .., cos(w_m . x)] / sqrt(m)
         out_t = sum_s phi(q_t) . phi(k_s) v_s / sum_s phi(q_t) . phi(k_s)
 
-    over the keys s that query t may attend to. If w_i ~ N(0, diag(sigma^2)), the mean of
-    phi(q) . phi(k) over draws is a Gaussian of sigma (q - k). For one sigma and unit vectors, this
-    is exp(sigma^2 q . k) times a factor that cancels. Products of features may be negative, and
-    their sum may be zero; no constant is added.
+    over the keys s that query t may attend to. If w_i ~ N(0, diag(sigma^2)), the mean of phi(q) .
+    phi(k) over draws is exp(-|sigma * (q - k)|^2 / 2). For one sigma and unit vectors, this is
+    exp(sigma^2 q . k) times a factor that cancels. Products of features may be negative, and their
+    sum may be zero; no constant is added.
 
     A gate g_t in [0, 1] decays the sums S of phi(k) v^T and z of phi(k):
 

@@ -100,7 +100,8 @@ registry.register(
     registry.Mechanism(
         name="retention",
         family="recurrent",
-        paper="Sun et al. 2023, Retentive Network",
+        paper="Sun et al. 2023, Retentive Network: A Successor to Transformer for Large Language "
+        "Models",
         function=retention,
         capabilities=frozenset({"causal"}),
         builder="effattn.nn.retention:RetNet",

@@ -95,7 +95,7 @@ def _passed(decay, added, state):
 
     Outside of `sequence_parts.along`, the results are `state` and None.
     """
-    parts = sequence_parts.taken("rg_lru", "pass_states")
+    parts = sequence_parts.parts_for("rg_lru", "pass_states")
     if parts is None:
         return state, None
     pair = decay.prod(1), linear_scan(decay, added, jnp.zeros_like(state))[:, -1]

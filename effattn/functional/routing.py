@@ -211,7 +211,7 @@ class Tokens(NamedTuple):
 
 def normalise(x: jax.Array) -> jax.Array:
     """Layer norm over the last axis without scale and bias, in at least float32."""
-    x = x.astype(dtypes.wide(x.dtype))
+    x = dtypes.widen(x)
     centred = x - x.mean(-1, keepdims=True)
     return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
 
@@ -339,7 +339,7 @@ registry.register(
     registry.Mechanism(
         name="routing",
         family="clustered",
-        paper="Roy et al. 2020, Routing Transformer",
+        paper="Roy et al. 2020, Efficient Content-Based Sparse Attention with Routing Transformers",
         function=routing_attention,
         options_at=lambda length: {"cluster_size": math.isqrt(length)},
         builder="effattn.nn.routing:RoutingSelfAttention",

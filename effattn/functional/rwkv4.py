@@ -11,17 +11,22 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.cores import token_mixing
 from effattn.cores.token_mixing import cleared
-from effattn.cores.weighted_sums import Sums, one_token, passed_sums, running_sums, with_initial
+from effattn.cores.weighted_sums import (
+    LOWEST,
+    Sums,
+    one_token,
+    passed_sums,
+    running_sums,
+    with_initial,
+)
 from effattn.naive import over_tokens, with_naive
 from effattn.options import TokenMixing, declared
-
-_LOWEST = -1e30  # below every exponent
 
 
 def naive(state, key, value, *, decay, bonus):
     """One token: key and value `(D,)`; the state is `Sums` over earlier tokens, `(D,)` each."""
     values, weights, largest = state
-    largest = lax.stop_gradient(jnp.where(weights > 0, largest, _LOWEST))
+    largest = lax.stop_gradient(jnp.where(weights > 0, largest, LOWEST))
 
     def plus_token(largest, exponent):
         new = lax.stop_gradient(jnp.maximum(largest, exponent))
@@ -33,7 +38,7 @@ def naive(state, key, value, *, decay, bonus):
 
 
 def _empty(key, **_):
-    return Sums(jnp.zeros_like(key), jnp.zeros_like(key), jnp.full_like(key, _LOWEST))
+    return Sums(jnp.zeros_like(key), jnp.zeros_like(key), jnp.full_like(key, LOWEST))
 
 
 @with_naive(over_tokens(naive, heads=False, empty=_empty))

@@ -49,7 +49,9 @@ def low_rank_kernel(
     step_size: jax.Array,
     length: int,
 ) -> jax.Array:
-    r"""Convolution kernel of S4 (Gu et al. 2022, "Efficiently Modeling ...", algorithm 1).
+    r"""Convolution kernel of S4, by algorithm 1 of the paper.
+
+    Gu et al. 2022, "Efficiently Modeling Long Sequences with Structured State Spaces".
 
     The state matrix is A = diag(L) - P P^*. The bilinear discretisation with step size dt gives
 

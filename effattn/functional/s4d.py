@@ -45,9 +45,9 @@ def s4_convolution(
     Each feature has 2 M modes in conjugate pairs; A holds the M complex rates of the first of each
     pair. With a zero-order hold over the step size dt,
 
-        s_t = exp(dt A) s_(t-1) + (exp(dt A) - 1) / A x_t;    y_t = 2 Re(C . s_t) + D x_t
+        s_t = exp(dt A) s_(t-1) + (exp(dt A) - 1) / A x_t;    y_t = 2 Re(C . s_t) + d x_t
 
-    The convolution is y = K * x + D x with K_t = 2 Re(sum_m C_m (exp(dt A_m) - 1) / A_m
+    The convolution is y = K * x + d x with K_t = 2 Re(sum_m C_m (exp(dt A_m) - 1) / A_m
     exp(dt A_m t)), in time O(T D (log T + M)) and memory O(T D + sqrt(T) D M). The recurrence runs
     chunk by chunk in time O(T D M) and memory O(T D).
 
@@ -56,7 +56,7 @@ def s4_convolution(
       rate: A, `(D, M)` complex; nonzero, with real parts of 0 or less.
       output: C, `(D, M)` complex; B is all ones, because only the product B C matters.
       step_size: dt, `(D,)`, positive.
-      skip: D, `(D,)`, or None for no skip term.
+      skip: d, `(D,)`, or None for no skip term.
       method: "convolution" or "recurrence". None selects the convolution, or, with `segment_ids`,
         the recurrence.
       **options: lengths, packing and state: see `effattn.options.TokenMixing`.

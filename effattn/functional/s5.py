@@ -61,10 +61,12 @@ def s5_scan(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""A diagonal state space with D inputs and outputs, the core of S5.
 
+    Smith et al. 2022, "Simplified State Space Layers for Sequence Modeling".
+
     The state has P modes, one of each conjugate pair. With a zero-order hold over the step sizes
     dt,
 
-        s_t = exp(dt A) s_(t-1) + (exp(dt A) - 1) / A (B x_t);    y_t = 2 Re(C s_t) + D x_t
+        s_t = exp(dt A) s_(t-1) + (exp(dt A) - 1) / A (B x_t);    y_t = 2 Re(C s_t) + d x_t
 
     A bidirectional call has a second output matrix C', for the same recurrence from the last token
     to the first, and adds 2 Re(C' s'_t). Time is O(T P (D + log c)) for chunks of c = 64 tokens,
@@ -76,7 +78,7 @@ def s5_scan(
       input: B, `(P, D)` complex.
       output: C, `(D, P)` complex if causal, else `(2, D, P)`, C and C'.
       step_size: dt, `(P,)`, positive.
-      skip: D, `(D,)`, or None for no skip term.
+      skip: d, `(D,)`, or None for no skip term.
       **options: direction, lengths, packing and state: see `effattn.options`. Only causal calls
         have a state.
 
@@ -86,8 +88,6 @@ def s5_scan(
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit.
-
-    Smith et al. 2022, "Simplified State Space Layers for Sequence Modeling".
     """
     x, valid, starts = token_mixing.check("s5_scan", {"x": x}, **options)
     batch, time, features = x.shape
@@ -157,7 +157,7 @@ def _passed(decay, added, state):
 
     Outside of `sequence_parts.along`, the results are `state` and None.
     """
-    parts = sequence_parts.taken("s5_scan", "pass_states")
+    parts = sequence_parts.parts_for("s5_scan", "pass_states")
     if parts is None:
         return state, None
     pair = decay.prod(1), linear_scan(decay, added, jnp.zeros_like(state))[:, -1]

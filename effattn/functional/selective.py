@@ -14,7 +14,7 @@ from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine_one_by_one
-from effattn.arrays.segments import positions_from_segment_ids, valid
+from effattn.arrays.segments import positions_from_segment_ids
 from effattn.cores import attention
 from effattn.cores.folding import fold
 from effattn.naive import dot, over_pairs, with_naive
@@ -109,20 +109,10 @@ def selective_attention(
         run = mesh_axes.placed(run, query, PartitionSpec(*axes, None), PartitionSpec(*axes))
         scale = jnp.asarray(given.scale, dtypes.wide(query, key, value))
         arrays = query, key, value, *(x[..., 0, :] for x in selection)
-        out, lse = run(arrays, _ids(given, batch, length), scale)
+        query_ids, key_ids = attention.ids_of_valid(given, batch, length)
+        ids = query_ids, key_ids, positions_from_segment_ids(key_ids) == 0
+        out, lse = run(arrays, ids, scale)
     return attention.results(checkpoint_name(out, name), lse, given)
-
-
-def _ids(given, batch, length):
-    """Ids of queries and keys, `(*B, T)`, 0 in the padding, and the first tokens of documents."""
-    ones = jnp.ones((*batch, length), jnp.int32)
-    ids = given.segments or (ones, ones)
-    present = (valid(x, None, length) for x in (given.query_lengths, given.key_lengths))
-    query_ids, key_ids = (
-        x if there is None else jnp.where(there, x, 0)
-        for x, there in zip(ids, present, strict=True)
-    )
-    return query_ids, key_ids, positions_from_segment_ids(ids[1]) == 0
 
 
 class Heads(NamedTuple):
@@ -306,7 +296,7 @@ registry.register(
         capabilities=frozenset({"causal"}),
         builder="effattn.nn.selective:SelectiveSelfAttention",
         decoder="effattn.decode.selective:SelectiveDecoder",
-        complexity="O(N^2)",
+        complexity="O(N^2 H)",
         time_exponent=2.0,
     )
 )

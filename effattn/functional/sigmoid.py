@@ -31,7 +31,9 @@ def sigmoid_attention(
     logit_bias: float | None = None,
     **options: Unpack[Elementwise],
 ) -> Any:
-    r"""Sigmoid attention (Ramapuram et al. 2024, "Theory [...] for Sigmoid Self-Attention").
+    r"""Sigmoid attention.
+
+    Ramapuram et al. 2024, "Theory, Analysis, and Best Practices for Sigmoid Self-Attention".
 
         out_t = sum_s sigmoid(scale * q_t . k_s + b) v_s
 
@@ -67,7 +69,8 @@ registry.register(
     registry.Mechanism(
         name="sigmoid",
         family="exact",
-        paper="Ramapuram et al. 2024, Best Practices for Sigmoid Self-Attention",
+        paper="Ramapuram et al. 2024, Theory, Analysis, and Best Practices for Sigmoid "
+        "Self-Attention",
         function=sigmoid_attention,
         capabilities=frozenset({"cross"}),
         # Bias for 1024 tokens, fixed so that calls of all lengths agree with decoding.

@@ -77,8 +77,9 @@ def sinkhorn_attention(
 
     `sinkhorn` takes the exponentials of R, and then divides each row and after that each column by
     its sum, `num_iterations` times, so that S approaches a matrix whose rows and columns sum to 1.
-    A lower temperature brings S nearer to a permutation. There is no causal form: the sum of a
-    column is over the blocks of all queries, so later queries would change earlier rows.
+    A lower temperature brings S nearer to a permutation. The causal form of the paper, which masks
+    these sums, is not implemented: with sums of columns over the blocks of all queries, later
+    queries change earlier rows.
 
     Time O(T (b + T / b) (H + Hv)), that is O(T sqrt(T) (H + Hv)) for b near sqrt(T); memory
     O(T + (T / b)^2 J) for J iterations, forward and backward. Computed in at least float32.

@@ -11,7 +11,7 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks, mesh_axes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import lead, over_batch
 from effattn.cores import attention, folding
 from effattn.functional import softmax
 from effattn.interfaces.block_attention import Origin
@@ -205,9 +205,8 @@ def _slice_each(array, start, size: int, axis: int):
         return jax.lax.slice_in_dim(array, start, start + size, axis=axis)
     each = jnp.ndim(start) > 0
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0 if each else axis)
-    for _ in range(axis if each else 0):
-        cut = jax.vmap(cut)
-    return mesh_axes.placed_like(array, cut, array, start)
+    of_rows = over_batch(cut, axis if each else 0)
+    return mesh_axes.placed_like(array, of_rows, array, start)
 
 
 def _per_class(value, batch, dilation: int):
@@ -227,7 +226,7 @@ registry.register(
     registry.Mechanism(
         name="sliding_window",
         family="sparse",
-        paper="Beltagy et al. 2020, Longformer",
+        paper="Beltagy et al. 2020, Longformer: The Long-Document Transformer",
         function=sliding_window_attention,
         capabilities=frozenset({"cross"}),
         options={"local_window_size": 127, "dilation": 1},

@@ -82,7 +82,7 @@ registry.register(
         function=dot_product_attention,
         capabilities=frozenset({"cross"}),
         decoder="effattn.decode.contiguous:ContiguousDecoder",
-        complexity="O(N^2)",
+        complexity="O(N^2 H)",
         time_exponent=2.0,
     )
 )

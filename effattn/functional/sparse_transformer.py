@@ -160,7 +160,7 @@ registry.register(
     registry.Mechanism(
         name="sparse_transformer",
         family="sparse",
-        paper="Child et al. 2019, Sparse Transformers",
+        paper="Child et al. 2019, Generating Long Sequences with Sparse Transformers",
         function=sparse_transformer_attention,
         capabilities=frozenset({"causal"}),
         options={"stride": 128, "kind": "strided", "summary": 1, "factor": "merged"},

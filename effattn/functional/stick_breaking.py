@@ -114,7 +114,8 @@ registry.register(
     registry.Mechanism(
         name="stick_breaking",
         family="exact",
-        paper="Tan et al. 2024, Scaling Stick-Breaking Attention",
+        paper="Tan et al. 2024, Scaling Stick-Breaking Attention: An Efficient Implementation and "
+        "In-depth Study",
         function=stick_breaking_attention,
         capabilities=frozenset({"causal"}),
         reasons={"bidirectional": "each query breaks its stick from the nearest key to the past"},

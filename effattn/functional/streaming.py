@@ -12,7 +12,7 @@ from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.gathers import pick
-from effattn.arrays.segments import positions_from, positions_from_segment_ids, valid
+from effattn.arrays.segments import positions_from, positions_from_segment_ids
 from effattn.cores import attention
 from effattn.cores.folding import fold, unfold
 from effattn.naive import dot, over_pairs, with_naive
@@ -95,7 +95,7 @@ def streaming_attention(
 
 
 def checked_sizes(num_sinks: Any, window_size: Any) -> tuple[int, int]:
-    """The checked sizes."""
+    """Returns the checked sizes, 0 or more and 1 or more tokens."""
     return (
         checks.at_least("num_sinks", num_sinks, 0, "tokens"),
         checks.at_least("window_size", window_size, 1, "tokens, the own token included"),
@@ -110,7 +110,7 @@ def _attend_to_sinks(num_sinks, window_size, query, key, value, given):
     """
     *batch, length, _, _ = query.shape
     axis, count = len(batch), min(num_sinks, length)
-    query_ids, key_ids = _ids(given, batch, length)
+    query_ids, key_ids = attention.ids_of_valid(given, batch, length)
     if given.segments is None:
         size, first = length, jnp.zeros((*batch, 1), jnp.int32)
     else:
@@ -165,17 +165,6 @@ def attend_far(
         tile=None,
     )
     return attention.attend(query, key, value, given)
-
-
-def _ids(given, batch, length):
-    """Segment ids of queries and keys, `(*B, T)`, 0 in the padding."""
-    ones = jnp.ones((*batch, length), jnp.int32)
-    ids = given.segments or (ones, ones)
-    present = (valid(x, None, length) for x in (given.query_lengths, given.key_lengths))
-    return [
-        x if there is None else jnp.where(there, x, 0)
-        for x, there in zip(ids, present, strict=True)
-    ]
 
 
 @functools.cache

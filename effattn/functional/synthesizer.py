@@ -37,8 +37,8 @@ def synthesizer_attention(
 
     The logits are a learned function of the token of the query and the position of the key: h_t
     depends only on token t, and r_s is a learned row for position s. This is dot-product attention
-    with learned keys: time O(T S A), memory O((T + S) A). If h is also a learned row for each
-    position, this is the factorised random Synthesizer.
+    with learned keys: time O(T S (A + Hv)), memory O((T + S) A). If h is also a learned row for
+    each position, this is the factorised random Synthesizer.
 
     Args:
       hidden: h, `(*B, T, N, A)`; relu(x W_1 + b) in the paper.
@@ -82,6 +82,6 @@ registry.register(
         function=synthesizer_attention,
         capabilities=CAPABILITIES,
         options={"kind": "dense"},
-        complexity="O(N^2 A), O(N A) a step",
+        complexity="O(N^2 (A + H)), O(N (A + H)) a step",
     )
 )

@@ -15,6 +15,6 @@ registry.register(
         capabilities=CAPABILITIES,
         options={"kind": "factorized_random"},
         knows_order=True,
-        complexity="O(N^2 A), O(N A) a step",
+        complexity="O(N^2 (A + H)), O(N (A + H)) a step",
     )
 )

@@ -54,10 +54,11 @@ def talking_heads_attention(
 ) -> Any:
     r"""Talking-heads attention (Shazeer et al. 2020, "Talking-Heads Attention").
 
-        z_n = scale * q_n . k_n;    p_m = softmax(sum_n z_n P_nm)
-        a_n = sum_m p_m U_mn;       out_n = sum_s a_n v_n
+        z_nts = scale * q_nt . k_ns;    p_mts = softmax_s(sum_n z_nts P_nm)
+        a_nts = sum_m p_mts U_mn;       out_nt = sum_s a_nts v_ns
 
-    for M softmaxes over mixes P of the logits of N heads, and weights that are mixes U of these.
+    for query t and key s: M softmaxes of mixes P of the logits of N heads, and weights that are
+    mixes U of these.
     Time is O(T S (N (H + Hv) + N M)), causal or not, memory O(t S (N + M) + T) for a tile of t
     queries, forward and backward. Derivatives in forward mode and of any order work. If heads are
     on several devices, their logits are exchanged.
@@ -93,7 +94,7 @@ def talking_heads_attention(
 
 def _of_all_parts(mechanism, key, value, given: attention.Arguments):
     """Keys and values of the whole sequence where devices hold it in parts, and its arguments."""
-    parts = sequence_parts.taken(mechanism, "share_keys")
+    parts = sequence_parts.parts_for(mechanism, "share_keys")
     if parts is None:
         return key, value, given
     changes: dict[str, Any] = {"query_offset": given.query_offset + parts.index * key.shape[-3]}

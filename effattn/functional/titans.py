@@ -33,12 +33,12 @@ class TitansState(NamedTuple):
     position: jax.Array
 
 
-def naive(state, query, key, value, *, rate, momentum, log_decay, mini_batch_size):
+def naive(state, query, key, value, *, learning_rate, momentum, log_decay, mini_batch_size):
     """One token of one head: query and key `(H,)`, value `(Hv,)`, gates `()`."""
     is_first = state.position.astype(int) % mini_batch_size == 0
     start = jnp.where(is_first, state.now, state.start)
     gradient = jax.grad(lambda memory: jnp.sum((key @ memory - value) ** 2) / 2)(start)
-    velocity = momentum * state.velocity - rate * gradient
+    velocity = momentum * state.velocity - learning_rate * gradient
     now = jnp.exp(log_decay) * state.now + velocity
     return TitansState(now, start, velocity, state.position + 1), query @ now
 
@@ -48,14 +48,14 @@ def _empty(key, value, **_):
     return TitansState(zeros, zeros, zeros, value.dtype.type(0))
 
 
-@with_naive(over_tokens(naive, per_token=("rate", "momentum", "log_decay"), empty=_empty))
+@with_naive(over_tokens(naive, per_token=("learning_rate", "momentum", "log_decay"), empty=_empty))
 @declared
 def titans_memory(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     *,
-    rate: jax.Array,
+    learning_rate: jax.Array,
     momentum: jax.Array,
     log_decay: jax.Array,
     mini_batch_size: int = 16,
@@ -63,14 +63,15 @@ def titans_memory(
 ) -> Any:
     r"""Neural memory (Behrouz et al. 2025, "Titans: Learning to Memorize at Test Time").
 
-        S_t = momentum_t S_(t-1) - rate_t d/dM |M'^T k_t - v_t|^2 / 2
+        S_t = momentum_t S_(t-1) - learning_rate_t k_t (M'^T k_t - v_t)^T
         M_t = exp(log_decay_t) M_(t-1) + S_t;    out_t = M_t^T q_t
 
-    M' is the memory before the mini-batch of the token. Mini-batches are `mini_batch_size` tokens
-    long, counted from the start of the document. The paper's forget gate alpha is
-    1 - exp(log_decay). This is the linear memory, a matrix that starts at zero; deep memories, and
-    the paper's combinations with attention, are not covered. With mini-batches of one token, no
-    momentum and no decay, this is the delta rule.
+    M' is the memory before the mini-batch of the token, and k_t (M'^T k_t - v_t)^T is the gradient
+    of |M^T k_t - v_t|^2 / 2 at M'. Mini-batches are `mini_batch_size` tokens long, counted from the
+    start of the document. The paper's forget gate alpha is 1 - exp(log_decay). This is the linear
+    memory, a matrix that starts at zero; deep memories, and the paper's combinations with
+    attention, are not covered. With mini-batches of one token, no momentum and no decay, this is
+    the delta rule.
 
     Always causal. Time is O(T H Hv), in T / `mini_batch_size` steps, memory
     O(T H Hv / `mini_batch_size`). Derivatives in forward mode and of any order work.
@@ -78,10 +79,10 @@ def titans_memory(
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K). On
-        equal keys the memory stays bounded if the sum of rate * |k|^2 over a mini-batch stays below
-        2 (1 - momentum).
+        equal keys the memory stays bounded if the sum of learning_rate * |k|^2 over a mini-batch
+        stays below 2 (1 - momentum).
       value: `(*B, T, K, Hv)`.
-      rate: `(*B, T, K)`, learning rate of each token.
+      learning_rate: `(*B, T, K)`, learning rate of each token.
       momentum: `(*B, T, K)`, from 0 to 1.
       log_decay: `(*B, T, K)`, 0 or less, checked if concrete.
       mini_batch_size: tokens in a mini-batch; it changes the result.
@@ -99,7 +100,7 @@ def titans_memory(
     mini_batch = checks.at_least("mini_batch_size", mini_batch_size, 1, "tokens")
     *batch, length, heads, size = given.key.shape
     of_tokens, of_heads = given.key.shape[:-1], (*batch, heads)
-    rate = checks.shaped("rate", rate, of_tokens)
+    learning_rate = checks.shaped("learning_rate", learning_rate, of_tokens)
     momentum = checks.shaped("momentum", momentum, of_tokens)
     log_decay = recurrence.check_log_decay(log_decay, of_tokens)
     shape = (*of_heads, size, given.value.shape[-1])
@@ -109,8 +110,8 @@ def titans_memory(
     is_aligned = given.initial_state is None and given.tokens.starts is None
 
     def of_head(query, keys, marks, state, _):
-        key, value, rate, log_decay, momentum = keys
-        steps = inner_descent.Steps(query, key, value, rate, log_decay, momentum)
+        key, value, learning_rate, log_decay, momentum = keys
+        steps = inner_descent.Steps(query, key, value, learning_rate, log_decay, momentum)
         out, (now, start, velocity) = inner_descent.descend(
             jnp.subtract,
             mini_batch,
@@ -125,7 +126,7 @@ def titans_memory(
         position = by_head.tokens_read(marks, state.position)
         return out, TitansState(now, start, velocity, position)
 
-    keys = given.key, given.value, rate, log_decay, momentum
+    keys = given.key, given.value, learning_rate, log_decay, momentum
     out, state = by_head.run("titans_memory", chunk, of_head, given, given.query, keys, state)
     return recurrence.results(out, state, given)
 

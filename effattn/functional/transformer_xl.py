@@ -57,7 +57,8 @@ registry.register(
     registry.Mechanism(
         name="transformer_xl",
         family="hybrid",
-        paper="Dai et al. 2019, Transformer-XL",
+        paper="Dai et al. 2019, Transformer-XL: Attentive Language Models beyond a Fixed-Length "
+        "Context",
         function=None,
         naive=over_examples(naive),
         takes_heads=False,

@@ -49,14 +49,14 @@ def naive(
     key,
     value,
     *,
-    rate,
+    learning_rate,
     initial_weights,
     initial_bias,
     norm_scale,
     norm_bias,
     mini_batch_size,
 ):
-    """One token of one head: query and key `(H,)`, value and vectors `(Hv,)`, rate `()`."""
+    """One token of one head: query and key `(H,)`, value and vectors `(Hv,)`, a rate."""
     initial = jnp.concatenate([initial_weights, initial_bias[None]])
 
     def model(change, x):
@@ -67,7 +67,7 @@ def naive(
 
     is_first = state.position.astype(int) % mini_batch_size == 0
     start = jnp.where(is_first, state.now, state.start)
-    now = state.now - rate * jax.grad(loss)(start)
+    now = state.now - learning_rate * jax.grad(loss)(start)
     return TTTState(now, start, state.position + 1), model(now, query)
 
 
@@ -79,7 +79,7 @@ def _empty(key, value, **_):
 @with_naive(
     over_tokens(
         naive,
-        per_token=("rate",),
+        per_token=("learning_rate",),
         per_head={"initial_weights": 2, "initial_bias": 1, "norm_scale": 1, "norm_bias": 1},
         empty=_empty,
     )
@@ -90,7 +90,7 @@ def ttt_linear_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    rate: jax.Array,
+    learning_rate: jax.Array,
     initial_weights: jax.Array,
     initial_bias: jax.Array,
     norm_scale: jax.Array,
@@ -103,7 +103,7 @@ def ttt_linear_attention(
     The state is a linear model with a layer norm, which learns to map each key to its value:
 
         f(x; W, b) = norm_scale * (z - mean(z)) / std(z) + norm_bias,    z = x W + b
-        W_t = W_(t-1) - rate_t d/dW |f(k_t; W', b') - v_t|^2 / 2,    and so b_t
+        W_t = W_(t-1) - learning_rate_t d/dW |f(k_t; W', b') - v_t|^2 / 2,    and so b_t
         out_t = f(q_t; W_t, b_t)
 
     W' and b' are W and b before the mini-batch of the token. Mini-batches are `mini_batch_size`
@@ -119,7 +119,7 @@ def ttt_linear_attention(
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, T, K, Hv)`.
-      rate: `(*B, T, K)`, learning rate of each token.
+      learning_rate: `(*B, T, K)`, learning rate of each token.
       initial_weights: `(K, H, Hv)`.
       initial_bias: `(K, Hv)`.
       norm_scale: `(K, Hv)`.
@@ -137,7 +137,7 @@ def ttt_linear_attention(
     given = recurrence.check(query, key, value, **options)
     checks.known_length("ttt_linear_attention", given.query)
     mini_batch = checks.at_least("mini_batch_size", mini_batch_size, 1, "tokens")
-    rate = checks.shaped("rate", rate, given.key.shape[:-1])
+    learning_rate = checks.shaped("learning_rate", learning_rate, given.key.shape[:-1])
     *batch, length, heads, size = given.key.shape
     features = given.value.shape[-1]
     weights = checks.shaped("initial_weights", initial_weights, (heads, size, features))
@@ -150,7 +150,7 @@ def ttt_linear_attention(
     is_aligned = given.initial_state is None and given.tokens.starts is None
 
     def of_head(query, keys, marks, state, parameters):
-        key, value, rate = keys
+        key, value, learning_rate = keys
         query, key = _with_one(query), _with_one(key)
         initial = jnp.concatenate([parameters["weights"], parameters["initial_bias"][None]])
         norm = parameters["norm_scale"], parameters["norm_bias"]
@@ -158,7 +158,7 @@ def ttt_linear_attention(
         def loss(predictions, values):
             return jnp.sum((normalised(predictions, *norm) - values) ** 2) / 2
 
-        steps = inner_descent.Steps(query, key, value, rate, None, None)
+        steps = inner_descent.Steps(query, key, value, learning_rate, None, None)
         out, memory = inner_descent.descend(
             jax.grad(loss),
             mini_batch,
@@ -180,7 +180,7 @@ def ttt_linear_attention(
         of_head,
         given,
         given.query,
-        (given.key, given.value, rate),
+        (given.key, given.value, learning_rate),
         state,
         {"weights": weights, **vectors},
     )
@@ -218,7 +218,8 @@ registry.register(
     registry.Mechanism(
         name="ttt_linear",
         family="recurrent",
-        paper="Sun et al. 2024, Learning to (Learn at Test Time)",
+        paper="Sun et al. 2024, Learning to (Learn at Test Time): RNNs with Expressive Hidden "
+        "States",
         function=ttt_linear_attention,
         capabilities=frozenset({"causal"}),
         builder="effattn.nn.ttt_linear:TTTLinear",

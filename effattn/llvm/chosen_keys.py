@@ -9,6 +9,7 @@ import numpy as np
 
 from effattn import dispatch
 from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.axes import over_batch
 from effattn.arrays.linear_map import with_derivatives
 from effattn.llvm import runtime
 from effattn.llvm.block_attention import splits_of
@@ -80,8 +81,7 @@ def _by_xla(static, *arrays):
     direction, config = static
     *heads, at = arrays[:4]
     run = config.plain
-    for _ in range(at.ndim - 2):
-        run = jax.vmap(run)
+    run = over_batch(run, at.ndim - 2)
     if direction == "forward":
         return run(*heads, at)
     _, d_out, delta = arrays[4:]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import dispatch
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import lead, over_batch
 from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch.places import HEADS, ONCE, SAME
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, clear
@@ -121,8 +121,7 @@ def _by_xla(direction, *arrays):
         return jax.vjp(lambda *some: of_example(*some, keep), *some)[1](arrays[7:])
 
     run: Any = of_example if direction == "forward" else gradients
-    for _ in range(operands[-2].ndim - 3):
-        run = jax.vmap(run)
+    run = over_batch(run, operands[-2].ndim - 3)
     found = run(*operands, *cotangents)
     return tuple(map(in_first_part, found, _shapes(direction, *operands)))
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from effattn.arrays.axes import over_batch
 from effattn.llvm import runtime
 from effattn.llvm.key_choice_kernel import OTHER as OTHER
 from effattn.llvm.key_chunks import CHUNK, chunks_of, whole
@@ -60,8 +61,7 @@ def _by_xla(static, *arrays):
     def of_example(*arrays):
         return static.plain(*arrays, static.keys_of_query)
 
-    for _ in range(arrays[0].ndim - 3):
-        of_example = jax.vmap(of_example)
+    of_example = over_batch(of_example, arrays[0].ndim - 3)
     return (lax.bitcast_convert_type(of_example(*arrays), jnp.float32),)
 
 

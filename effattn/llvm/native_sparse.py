@@ -9,6 +9,7 @@ import numpy as np
 
 from effattn import dispatch
 from effattn.arrays import mesh_axes
+from effattn.arrays.axes import over_batch
 from effattn.arrays.linear_map import with_derivatives
 from effattn.dispatch.places import Names
 from effattn.llvm import runtime
@@ -98,8 +99,7 @@ def _by_xla(static, *arrays):
         return config.plain(*some, limit[0])
 
     run = of_key_head
-    for _ in range(limit.ndim - 1):
-        run = jax.vmap(run)
+    run = over_batch(run, limit.ndim - 1)
     if direction == "forward":
         return (run(*operands, limit),)
     return jax.vjp(lambda *some: run(*some, limit), *operands)[1](arrays[7])

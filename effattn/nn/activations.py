@@ -31,7 +31,7 @@ def _distribution(x):
 @_distribution.defjvp
 def _density(primals, tangents):
     (x,), (d_x,) = primals, tangents
-    wide = x.astype(dtypes.wide(x))
+    wide = dtypes.widen(x)
     density = jnp.exp(-(wide**2) / 2) / math.sqrt(2 * math.pi)
     return _distribution(x), density.astype(x.dtype) * d_x
 

@@ -58,7 +58,7 @@ class AdaptiveSpanSelfAttention(SelfAttention):
     def spans(self) -> jax.Array:
         """The span of each query head, `(N,)`, in tokens, at least float32."""
         logits = self.span_logits[...]
-        return self.max_span * jax.nn.sigmoid(logits.astype(dtypes.wide(logits.dtype)))
+        return self.max_span * jax.nn.sigmoid(dtypes.widen(logits))
 
     def penalty(self) -> jax.Array:
         """The mean of the spans, `()`, in tokens."""

@@ -186,7 +186,7 @@ class Layer(Module):
           experts.
         """
         if self.reversible:
-            return self._alternately(x, mix, others, keys)
+            return self._run_two_streams(x, mix, others, keys)
         keys = iter((None,) * (1 + len(others)) if keys is None else keys)
         read = self.mixer_input(x)
         mixed, further = mix(read)
@@ -207,7 +207,7 @@ class Layer(Module):
                 routing += (stats,)
         return after(x) if self.post_norm else x, further, routing
 
-    def _alternately(self, streams, mix, others, keys):
+    def _run_two_streams(self, streams, mix, others, keys):
         """The results of `_sublayers` for the two streams of a reversible layer."""
         if not isinstance(streams, tuple):
             raise ValueError(

@@ -14,7 +14,7 @@ from effattn.nn.layers import Layers
 from effattn.nn.module import Module
 from effattn.nn.options import Parameters
 from effattn.nn.placement import axes
-from effattn.nn.token_shift import check_depth, mixed_with_last, token_shift
+from effattn.nn.token_shift import check_depth, mixed_with_previous, token_shift
 
 
 class ChannelMixing(Module):
@@ -23,7 +23,7 @@ class ChannelMixing(Module):
     The module has a decode state, the last token.
 
     Args:
-      hidden_features: size of k; by default a multiple of D.
+      hidden_features: size of k; for the default see each class.
       depth: relative depth of the layer, 0 (first) to 1 (last); sets the token shift.
       kernel_init: initializer of the projections.
       out_kernel_init: initializer of W_v; default None, `kernel_init`.
@@ -114,9 +114,8 @@ class RWKV4ChannelMix(ChannelMixing):
 
         k, r = (mu_c x + (1 - mu_c) x') W_c;   y = sigmoid(r) (relu(k)^2 W_v)
 
-    x' is the previous token, so the module has a decode state: the last token. k has
-    4 D features by default.
-    Arguments are those of `effattn.nn.channel_mixing.ChannelMixing`.
+    x' is the previous token, so the module has a decode state: the last token. k has 4 D
+    features by default. Arguments are those of `effattn.nn.channel_mixing.ChannelMixing`.
     """
 
     @staticmethod
@@ -124,7 +123,7 @@ class RWKV4ChannelMix(ChannelMixing):
         return [places ** (1 - depth)] * 2
 
     def _shifted(self, x, shifted, amounts):
-        return mixed_with_last(x, shifted, amounts)
+        return mixed_with_previous(x, shifted, amounts)
 
 
 class RWKV6ChannelMix(ChannelMixing):
@@ -132,9 +131,9 @@ class RWKV6ChannelMix(ChannelMixing):
 
         k, r = (x + (x' - x) mu_c) W_c;   y = sigmoid(r) (relu(k)^2 W_v)
 
-    x' is the previous token, so the module has a decode state: the last token. k has
-    3.5 D features by default, rounded up to a multiple of 8.
-    Arguments are those of `effattn.nn.channel_mixing.ChannelMixing`.
+    x' is the previous token, so the module has a decode state: the last token. k has 3.5
+    D features by default, rounded up to a multiple of 8. Arguments are those of
+    `effattn.nn.channel_mixing.ChannelMixing`.
     """
 
     @staticmethod
@@ -151,9 +150,8 @@ class RWKV7ChannelMix(ChannelMixing):
 
         k = (x + (x' - x) mu) W_k;   y = relu(k)^2 W_v
 
-    x' is the previous token, so the module has a decode state: the last token. k has
-    4 D features by default.
-    Arguments are those of `effattn.nn.channel_mixing.ChannelMixing`.
+    x' is the previous token, so the module has a decode state: the last token. k has 4 D
+    features by default. Arguments are those of `effattn.nn.channel_mixing.ChannelMixing`.
     """
 
     @staticmethod

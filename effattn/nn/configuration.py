@@ -117,9 +117,8 @@ class TransformerConfig:
       remat: recompute each layer in the backward pass instead of storing its activations.
       remat_policy: the values that remat stores: a function from `jax.checkpoint_policies`, or the
         name of a policy that takes no arguments.
-      qk_norm: RMS-normalise queries and keys, in mixers with an option of that name. It is absent
-        in mixers without queries and keys, and in compressive, indexed, latent, lightning, lsh,
-        recurrent_memory, talking_heads and transformer_xl.
+      qk_norm: RMS-normalise queries and keys in the mixers with an option of that name, as
+        `effattn.registry.get(mixer).mixer_takes("qk_norm")` says; other mixers stay as they are.
       value_residual: mix the values of the first layer into those of later layers, as in RWKV-7;
         for mixers "rwkv7". Along a mesh axis that divides the tokens, such mixers gather them.
       is_causal: token t reads tokens 0 to t only, for next-token prediction. With False, each token
@@ -165,12 +164,34 @@ class TransformerConfig:
         for name in ("keys_from", "experts"):  # tuples are hashable
             if isinstance(given := getattr(self, name), Sequence | np.ndarray):
                 object.__setattr__(self, name, tuple(given))
+        self._check_numbers_and_flags()
+        self._check_choices()
+        self._check_layers()
+        if self.reversible:
+            self._check_reversible()
+        for layer in range(self.num_layers):
+            for mixer in self.layer_mixer(layer):
+                build.mechanism(mixer["name"])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TransformerConfig) and same_fields(self, other)
+
+    def _check_numbers_and_flags(self) -> None:
         for name in ("vocab_size", "num_layers", "features", "num_heads"):
             checks.at_least(name, getattr(self, name), 1)
         sizes = "num_kv_heads", "head_dim", "hidden_features", "max_length"
         for name in (*sizes, "feed_forward_chunk_size"):
             if getattr(self, name) is not None:
                 checks.at_least(name, getattr(self, name), 1, "or None")
+        checks.positive("norm_epsilon", self.norm_epsilon)
+        check_dropout_rate(self.dropout_rate)
+        flags = "tie_embeddings", "parallel", "post_norm", "use_bias", "remat", "qk_norm"
+        for name in (*flags, "value_residual", "is_causal", "reversible"):
+            checks.flag(name, getattr(self, name))
+        check_dtype("dtype", self.dtype)
+        checks.dtype("param_dtype", self.param_dtype)
+
+    def _check_choices(self) -> None:
         choices: dict[str, Iterable[str | None]] = {
             "positions": (None, *_POSITIONS),
             "feed_forward": (*FEED_FORWARDS, *CHANNEL_MIXINGS),
@@ -192,13 +213,6 @@ class TransformerConfig:
             raise ValueError(
                 f"positions='sinusoidal' needs an even number of features, got {self.features}"
             )
-        checks.positive("norm_epsilon", self.norm_epsilon)
-        check_dropout_rate(self.dropout_rate)
-        flags = "tie_embeddings", "parallel", "post_norm", "use_bias", "remat", "qk_norm"
-        for name in (*flags, "value_residual", "is_causal", "reversible"):
-            checks.flag(name, getattr(self, name))
-        check_dtype("dtype", self.dtype)
-        checks.dtype("param_dtype", self.param_dtype)
         if self.remat_policy is not None:
             if not self.remat:
                 raise ValueError("remat_policy needs remat=True, got False; leave remat_policy out")
@@ -207,6 +221,8 @@ class TransformerConfig:
                     f"remat_policy must be one of {', '.join(_REMAT_POLICIES)} or a function from "
                     f"jax.checkpoint_policies, got {self.remat_policy!r}"
                 )
+
+    def _check_layers(self) -> None:
         if isinstance(self.mixer, (tuple, list)) and len(self.mixer) != self.num_layers:
             raise ValueError(
                 f"mixer must be one mixer for all layers, or num_layers={self.num_layers} mixers, "
@@ -240,14 +256,6 @@ class TransformerConfig:
                 f"{', '.join(FEED_FORWARDS)} without experts, got "
                 f"{self.feed_forward!r} with experts={self.experts!r}; leave it out"
             )
-        if self.reversible:
-            self._check_reversible()
-        for layer in range(self.num_layers):
-            for mixer in self.layer_mixer(layer):
-                build.mechanism(mixer["name"])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TransformerConfig) and same_fields(self, other)
 
     def _check_reversible(self) -> None:
         alone = "the backward pass recomputes each layer alone, without what earlier layers share"

@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-from effattn.nn.delta_rule import DeltaRule, wide
+from effattn.arrays.dtypes import widen
+from effattn.nn.delta_rule import DeltaRule
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
 
@@ -49,4 +50,4 @@ class DeltaNet(DeltaRule):
         return make.linear(self.in_features, self.num_kv_heads)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        return {"beta": self.max_strength * jax.nn.sigmoid(wide(self.strength(x)))}
+        return {"beta": self.max_strength * jax.nn.sigmoid(widen(self.strength(x)))}

@@ -85,7 +85,7 @@ class GatedDeltaProduct(GatedDeltaNet):
         )
         return *super()._unit_heads(first, positions), *later
 
-    def _apart(self, heads):
+    def _split(self, heads):
         return heads[:3], {"later_keys": heads[3], "later_values": heads[4]}
 
     def _arguments_of_token(self, batch, dtype):

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks
+from effattn.arrays.dtypes import widen
 from effattn.decode.recurrent import RecurrentState
 from effattn.nn.attention import refuse
 from effattn.nn.layers import Layers
@@ -75,7 +76,7 @@ class DeltaRule(SelfAttention):
         return self._unit_heads(convolved, positions)
 
     def _attend(self, heads, **keywords):
-        heads, further = self._apart(heads)
+        heads, further = self._split(heads)
         return super()._attend(heads, **further, **keywords)
 
     def _empty(self, batch, max_length, dtype):
@@ -87,7 +88,7 @@ class DeltaRule(SelfAttention):
         pairs = zip(self._inputs(x), state.inputs, strict=True)
         read = [convolution.extend(new, before, lengths) for (convolution, new), before in pairs]
         convolved, inputs = zip(*read, strict=True)
-        heads, further = self._apart(self._unit_heads(convolved, self._positions(x, state)))
+        heads, further = self._split(self._unit_heads(convolved, self._positions(x, state)))
         before = RecurrentState(state.state, state.length)
         further.update(self._per_token(x))
         out, after = self._decoder().extend(*heads, before, lengths, **further)
@@ -120,7 +121,7 @@ class DeltaRule(SelfAttention):
         query, key = self._rotated(query, key, positions)
         return unit(query), unit(key), value
 
-    def _apart(self, heads: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    def _split(self, heads: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
         """Query, key and value, and further heads as arguments of the function."""
         return heads, {}
 
@@ -130,11 +131,6 @@ class DeltaRule(SelfAttention):
 
 def unit(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
     """x divided by its Euclidean norm over the last axis, in at least float32; zero stays zero."""
-    x_wide = wide(x)
+    x_wide = widen(x)
     square = jnp.sum(x_wide * x_wide, -1, keepdims=True)
     return (x_wide * jax.lax.rsqrt(square + epsilon)).astype(x.dtype)
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """x in at least float32."""
-    return x.astype(dtypes.wide(x.dtype))

@@ -70,7 +70,7 @@ class Context(NamedTuple):
 
     Attributes:
       key: `(B, S, K, H)`.
-      value: `(B, S, K, H)`.
+      value: `(B, S, K, Hv)`.
       lengths: `(B,)` int, valid source tokens of each row; None if all are valid.
     """
 

@@ -57,7 +57,7 @@ class Experts:
 
 
 class MixtureOfExperts(Module):
-    """Feed-forward layers of which each token has a few, chosen by a router.
+    """Mixture of experts: a router sends each token to a few feed-forward layers.
 
         p_t = softmax(x_t W_r),   y_t = sum_(i in top k of p_t) g_ti expert_i(x_t) + shared(x_t)
 

@@ -29,4 +29,4 @@ class ForgettingAttention(SelfAttention):
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         logits = self.forget(x)
         # At least float32, since log gates are summed over many tokens.
-        return {"log_forget": jax.nn.log_sigmoid(logits.astype(dtypes.wide(logits.dtype)))}
+        return {"log_forget": jax.nn.log_sigmoid(dtypes.widen(logits))}

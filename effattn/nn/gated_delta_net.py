@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays.axes import lead
+from effattn.arrays.dtypes import widen
 from effattn.nn import initializers
 from effattn.nn.delta_net import DeltaNet
-from effattn.nn.delta_rule import wide
 from effattn.nn.gated_output import GatedOutput
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
@@ -61,6 +61,6 @@ class GatedDeltaNet(GatedOutput, DeltaNet):
         self.gate = make.heads(in_features, sizes, use_bias=options.get("use_bias", False))
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        steps = jax.nn.softplus(wide(self.step_size(x)) + lead(wide(self.step_bias[...]), 3))
-        log_decay = -jnp.exp(lead(wide(self.log_rate[...]), 3)) * steps
+        steps = jax.nn.softplus(widen(self.step_size(x)) + lead(widen(self.step_bias[...]), 3))
+        log_decay = -jnp.exp(lead(widen(self.log_rate[...]), 3)) * steps
         return {**super()._per_token(x), "log_decay": log_decay}

@@ -2,7 +2,7 @@
 
 import jax
 
-from effattn.nn.delta_rule import wide
+from effattn.arrays.dtypes import widen
 from effattn.nn.kimi_delta import DecayingFeatures
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
@@ -54,6 +54,6 @@ class GatedDeltaNet2(DecayingFeatures):
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         return {
             "log_decay": self._log_decay(x),
-            "erase": self.max_erase * jax.nn.sigmoid(wide(self.erase(x))),
-            "write": jax.nn.sigmoid(wide(self.write(x))),
+            "erase": self.max_erase * jax.nn.sigmoid(widen(self.erase(x))),
+            "write": jax.nn.sigmoid(widen(self.write(x))),
         }

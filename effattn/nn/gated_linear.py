@@ -56,5 +56,5 @@ class GatedLinearAttention(GatedOutput):
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         logits = self.decay_out(self.decay_in(x))
         # At least float32, since log decays are summed over many tokens.
-        logits = logits.astype(dtypes.wide(logits.dtype))
+        logits = dtypes.widen(logits)
         return {"log_decay": jax.nn.log_sigmoid(logits) / self.temperature}

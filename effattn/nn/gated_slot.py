@@ -49,7 +49,7 @@ class GatedSlotAttention(SelfAttention):
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         logits = self.decay(x)
         # At least float32, since log decays are summed over many tokens.
-        logits = logits.astype(dtypes.wide(logits.dtype))
+        logits = dtypes.widen(logits)
         return {"log_decay": jax.nn.log_sigmoid(logits) / self.temperature}
 
     def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:

@@ -93,7 +93,7 @@ class AttentionPooling(Module):
 
     def _pooled(self, x: jax.Array, lengths: jax.Array | None) -> jax.Array:
         """Pools tokens x, zeros in the padding; where devices hold parts, those of all devices."""
-        parts = sequence_parts.taken("InducedSelfAttention", "share_keys")
+        parts = sequence_parts.parts_for("InducedSelfAttention", "share_keys")
         dtype = self.query.dtype or dtypes.common(x, self.points[...])
         points = self.points[...].astype(dtype)
         points = jnp.broadcast_to(points, (x.shape[0], *points.shape))

@@ -38,6 +38,16 @@ def log_rate_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float
     return jnp.log(jax.random.uniform(key, shape, dtype, 1, 16))
 
 
+def forget_bias_init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Biases of forget gates from 3 to 6, one a head. Beck et al. 2024, "xLSTM"."""
+    return jnp.linspace(3, 6, shape[0], dtype=dtype)
+
+
+def log_step_init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Logarithms of step sizes that are log-uniform in [0.001, 0.1], as in S4."""
+    return jax.random.uniform(key, shape, dtype, np.log(0.001), np.log(0.1))
+
+
 def step_bias_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
     """Inverse softplus of step sizes that are log-uniform in [0.001, 0.1].
 

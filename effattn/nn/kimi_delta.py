@@ -6,8 +6,9 @@ from flax import nnx
 
 from effattn.arrays import checks
 from effattn.arrays.axes import lead
+from effattn.arrays.dtypes import widen
 from effattn.nn import initializers
-from effattn.nn.delta_rule import DeltaRule, wide
+from effattn.nn.delta_rule import DeltaRule
 from effattn.nn.layers import Layers, Sizes
 from effattn.nn.options import SelfAttentionOptions
 
@@ -45,8 +46,8 @@ class DecayingFeatures(DeltaRule):
 
     def _log_decay(self, x: jax.Array) -> jax.Array:
         """Log decays `(B, T, K, H)`, at least float32."""
-        steps = jax.nn.softplus(wide(self.decay(x)) + lead(wide(self.step_bias[...]), 4))
-        rate = jnp.exp(wide(self.log_rate[...]))[:, None]
+        steps = jax.nn.softplus(widen(self.decay(x)) + lead(widen(self.step_bias[...]), 4))
+        rate = jnp.exp(widen(self.log_rate[...]))[:, None]
         return -lead(rate, 4) * steps
 
     def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
@@ -93,5 +94,5 @@ class KimiDeltaAttention(DecayingFeatures):
         self.max_strength = 2 if allow_negative_eigenvalues else 1
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        beta = self.max_strength * jax.nn.sigmoid(wide(self.strength(x)))
+        beta = self.max_strength * jax.nn.sigmoid(widen(self.strength(x)))
         return {"beta": beta, "log_decay": self._log_decay(x)}

@@ -6,9 +6,9 @@ import numpy as np
 
 from effattn.arrays import checks
 from effattn.arrays.axes import lead
+from effattn.arrays.dtypes import widen
 from effattn.nn import initializers
 from effattn.nn.attention import refuse
-from effattn.nn.delta_rule import wide
 from effattn.nn.gated_output import GatedOutput
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
@@ -55,7 +55,7 @@ class LogLinearAttention(GatedOutput):
         self.norm = make.rms_norm(self.value_dim)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        steps = jax.nn.softplus(wide(self.step_size(x)) + lead(wide(self.step_bias[...]), 3))
-        levels = wide(self.level(x)) + lead(wide(self.level_bias[...]), 4)
-        log_decay = -jnp.exp(lead(wide(self.log_rate[...]), 3)) * steps
+        steps = jax.nn.softplus(widen(self.step_size(x)) + lead(widen(self.step_bias[...]), 3))
+        levels = widen(self.level(x)) + lead(widen(self.level_bias[...]), 4)
+        log_decay = -jnp.exp(lead(widen(self.log_rate[...]), 3)) * steps
         return {"log_decay": log_decay, "levels": jax.nn.softplus(levels)}

@@ -189,7 +189,7 @@ class LongformerSelfAttention(SelfAttention):
         if self.global_tokens:
             raise ValueError(
                 "global_mask must be None with global_tokens, which are those at the positions "
-                f"{_said(self.global_tokens)}; make the module with max_global alone"
+                f"{_quoted(self.global_tokens)}; make the module with max_global alone"
             )
         if self.max_global is None:
             raise ValueError(
@@ -220,5 +220,5 @@ def _positions_of(given: Any) -> Sequence[int]:
     return range(len(found)) if found[-1] == len(found) - 1 else tuple(found)
 
 
-def _said(positions: Sequence[int]) -> str:
+def _quoted(positions: Sequence[int]) -> str:
     return ", ".join(map(str, positions[:8])) + ", ..." * (len(positions) > 8)

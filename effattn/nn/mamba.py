@@ -23,11 +23,11 @@ class Mamba(FunctionMixer):
 
         x, z = u W_in;   x = silu(convolution(x))
         d, B, C = x W_x;   dt = softplus(d W_dt + b)
-        y = (selective_scan(C, B, x, dt, A, D) * silu(z)) W_out,   A = -exp(log_rate)
+        y = (selective_scan(C, B, x, dt, A, skip) * silu(z)) W_out,   A = -exp(log_rate)
 
     Each inner feature has a state and a step size dt. In the paper all inner features share one B
     and one C; here `num_kv_heads` groups of features may have one B and C each, as in Mamba-2. The
-    parameters `log_rate`, `step_bias` and `skip` are log(-A), b and D.
+    parameters `log_rate`, `step_bias` and `skip` are log(-A), b and the skip vector.
 
     Args:
       num_heads: N; only sets the number of inner features, N times `head_dim`.

@@ -21,11 +21,11 @@ class Mamba2(FunctionMixer):
     """Mixer with selective state spaces (Dao and Gu 2024, "Transformers are SSMs").
 
         z, x, B, C, dt = u W_in;   x, B, C = silu(convolution(x, B, C))
-        o = state_space_duality(C, B, x, softplus(dt + b), A, D),   A = -exp(log_rate)
+        o = state_space_duality(C, B, x, softplus(dt + b), A, skip),   A = -exp(log_rate)
         y = norm(o * silu(z)) W_out
 
     `norm` is an RMS norm over the features of each group of heads, with a learned scale. The
-    parameters `log_rate`, `step_bias` and `skip` are log(-A), b and D.
+    parameters `log_rate`, `step_bias` and `skip` are log(-A), b and the skip vector.
 
     Args:
       num_heads: N, number of heads of x; each head has one A.

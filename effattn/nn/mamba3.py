@@ -21,7 +21,7 @@ class Mamba3(FunctionMixer):
 
         z, x, B, C, d, a, l, theta = u W_in
         dt = softplus(d + b);   A = -softplus(a);   B, C = norm(B) + b_B, norm(C) + b_C
-        o = trapezoidal_scan(C, B, x, dt, dt A, sigmoid(l), pi tanh(theta) dt) + D x
+        o = trapezoidal_scan(C, B, x, dt, dt A, sigmoid(l), pi tanh(theta) dt) + skip * x
         y = (o * silu(z)) W_out
 
     The layer has the trapezoidal rule, the complex state by rotation, and normalised B and C with a
@@ -29,7 +29,7 @@ class Mamba3(FunctionMixer):
     `mimo_rank` of R, a head has R inputs and outputs (MIMO), each with its own B and C, which share
     one state. Learned vectors m_x, m_z and m_o of each head and rank scale the features:
 
-        x_r = m_x * x;   o_r = trapezoidal_scan(...)_r + D x_r
+        x_r = m_x * x;   o_r = trapezoidal_scan(...)_r + skip * x_r
         y = (sum_r m_o * o_r * silu(m_z * z)) W_out
 
     Args:

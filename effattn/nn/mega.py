@@ -63,8 +63,8 @@ class Mega(CausalMixer):
     memory O(T (D + c)), and the decode state has D h + (c - 1) (Z + V) numbers per row.
 
     Args:
-      chunk_size: c, tokens in a chunk, counted from the start of a document. A chunk that holds the
-        whole sequence is Mega without chunks.
+      chunk_length: c, tokens in a chunk, counted from the start of a document. A chunk that holds
+        the whole sequence is Mega without chunks.
       ema_dim: h, dimensions of the moving average of a feature.
       shared_dim: Z, size of queries and keys; default D / 4, rounded up to an even number.
       value_dim: V, size of values; default 2 D.
@@ -84,7 +84,7 @@ class Mega(CausalMixer):
         self,
         in_features: int,
         *,
-        chunk_size: int = 128,
+        chunk_length: int = 128,
         ema_dim: int = 16,
         shared_dim: int | None = None,
         value_dim: int | None = None,
@@ -93,7 +93,7 @@ class Mega(CausalMixer):
         **options: Unpack[Projected],
     ):
         super().__init__(in_features, **options)
-        self.chunk_size = checks.at_least("chunk_size", chunk_size, 1, "tokens")
+        self.chunk_length = checks.at_least("chunk_length", chunk_length, 1, "tokens")
         self.ema_dim = checks.at_least("ema_dim", ema_dim, 1, "dimensions")
         if shared_dim is None:
             shared_dim = 2 * -(-in_features // 8)
@@ -133,7 +133,7 @@ class Mega(CausalMixer):
         self.kappa = make.drawn(normal(0.02), 2, self.shared_dim)
         self.mu = make.constant(np.zeros((2, self.shared_dim)))
         self.out = make.out(self.value_dim, in_features)
-        distances = chunk_size if self.is_causal else 2 * chunk_size - 1
+        distances = chunk_length if self.is_causal else 2 * chunk_length - 1
         shape = (distances,) if relative_bias == "simple" else (2, self.shared_dim)
         self.position_bias = make.drawn(normal(0.02), *shape)
 
@@ -142,7 +142,7 @@ class Mega(CausalMixer):
         averaged, _ = self._averaged(x, None, rows)
         query, key, value = self._heads(x, averaged)
         if segment_ids is None:
-            sequence_parts.check_blocks("chunks", self.chunk_size, x.shape[1])
+            sequence_parts.check_blocks("chunks", self.chunk_length, x.shape[1])
             chunk = None if rows.valid is None else rows.valid.astype(jnp.int32)
             keys = Keys(key, value, chunk)
         else:
@@ -157,9 +157,9 @@ class Mega(CausalMixer):
 
     def _of_documents(self, key, value, position, present):
         """Keys of packed documents, also those of tokens before and after each tile of queries."""
-        reach = min(self.chunk_size, max(key.shape[1], 1)) - 1
+        reach = min(self.chunk_length, max(key.shape[1], 1)) - 1
         if sequence_parts.current() is not None:
-            reach = self.chunk_size - 1
+            reach = self.chunk_length - 1
         after = 0 if self.is_causal else reach
 
         def around(x):
@@ -167,13 +167,13 @@ class Mega(CausalMixer):
             return jnp.pad(x, ((0, 0), (0, after), *[(0, 0)] * (x.ndim - 2)))
 
         key, value, position, present = map(around, (key, value, position, present))
-        chunk = chunk_attention.numbers(position, present, self.chunk_size)
+        chunk = chunk_attention.numbers(position, present, self.chunk_length)
         return Keys(key, value, chunk, reach)
 
     def _empty(self, batch, max_length, dtype):
         sizes = decoder.Sizes(batch, max_length, 1, self.shared_dim, self.value_dim, dtype)
         shape, wide = (batch, self.in_features, self.ema_dim), dtypes.wide(dtype, self.param_dtype)
-        return MegaState(jnp.zeros(shape, wide), ring.empty(self.chunk_size - 1, sizes))
+        return MegaState(jnp.zeros(shape, wide), ring.empty(self.chunk_length - 1, sizes))
 
     def _extend(self, x, state, lengths):
         more, kept = new_lengths(lengths, *x.shape[:2]), state.tokens.key.shape[1]
@@ -181,10 +181,10 @@ class Mega(CausalMixer):
         averaged, average = self._averaged(x, state.average, rows)
         query, key, value = self._heads(x, averaged)
         key, value, filled, tokens = ring.append(
-            state.tokens, key[:, :, None], value[:, :, None], more, self.chunk_size - 1
+            state.tokens, key[:, :, None], value[:, :, None], more, self.chunk_length - 1
         )
         position = positions_from(state.length - kept, key.shape[1])
-        chunk = chunk_attention.numbers(position, filled, self.chunk_size)
+        chunk = chunk_attention.numbers(position, filled, self.chunk_length)
         keys = Keys(key[:, :, 0], value[:, :, 0], chunk, kept)
         y = self._finished(x, averaged, query, keys)
         return y, MegaState(average.astype(state.average.dtype), tokens)
@@ -230,7 +230,7 @@ class Mega(CausalMixer):
             query,
             keys,
             self._biases(dtypes.wide(query.dtype)),
-            self.chunk_size,
+            self.chunk_length,
             self.attention_function,
             is_causal=self.is_causal,
         )
@@ -242,7 +242,7 @@ class Mega(CausalMixer):
 
     def _biases(self, dtype: Any) -> jax.Array:
         """Biases of the distances from -(c - 1) to c - 1, or to 0 if causal."""
-        learned, size = self.position_bias[...].astype(dtype), self.chunk_size
+        learned, size = self.position_bias[...].astype(dtype), self.chunk_length
         if self.relative_bias == "simple":
             return learned
         half = self.shared_dim // 2

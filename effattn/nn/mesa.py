@@ -1,10 +1,11 @@
 """Mixer with the mesa layer."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from effattn.nn.delta_rule import DeltaRule, wide
+from effattn.arrays.dtypes import widen
+from effattn.nn.delta_rule import DeltaRule
+from effattn.nn.initializers import forget_bias_init
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
 
@@ -48,20 +49,16 @@ class MesaNet(DeltaRule):
         )
         make, of_keys = Layers(**options), self.num_kv_heads
         self.strength = make.linear(in_features, of_keys, use_bias=True)
-        self.decay = make.linear(in_features, of_keys, use_bias=True, bias_init=_forget_bias_init)
+        self.decay = make.linear(in_features, of_keys, use_bias=True, bias_init=forget_bias_init)
         start = np.log(np.expm1(1 - LEAST))
         self.regulariser = make.constant(np.full((of_keys, self.head_dim), start))
 
     def _options(self):
-        regulariser = LEAST + jax.nn.softplus(wide(self.regulariser[...]))
+        regulariser = LEAST + jax.nn.softplus(widen(self.regulariser[...]))
         return {**super()._options(), "regulariser": regulariser}
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         return {
-            "beta": jax.nn.sigmoid(wide(self.strength(x))),
-            "log_decay": jax.nn.log_sigmoid(wide(self.decay(x))),
+            "beta": jax.nn.sigmoid(widen(self.strength(x))),
+            "log_decay": jax.nn.log_sigmoid(widen(self.decay(x))),
         }
-
-
-def _forget_bias_init(key, shape, dtype):
-    return jnp.linspace(3, 6, shape[0], dtype=dtype)

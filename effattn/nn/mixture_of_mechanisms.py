@@ -212,7 +212,7 @@ class MixtureOfMechanisms(SeveralMixers):
     def _shares(self, x):
         """Softmax over the mechanisms, `(B, T, M)`."""
         logits = self.choose(x)
-        return jax.nn.softmax(logits.astype(dtypes.wide(logits.dtype)), -1)
+        return jax.nn.softmax(dtypes.widen(logits), -1)
 
     def _mix_all(self, x, lengths, segment_ids):
         given = {"lengths": lengths, "segment_ids": segment_ids}

@@ -1,13 +1,11 @@
 """Mixer with the matrix memory of the xLSTM."""
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from effattn.arrays import dtypes
 from effattn.nn.attention import refuse
+from effattn.nn.initializers import forget_bias_init
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.self_attention import SelfAttention
@@ -57,22 +55,15 @@ class MLSTM(SelfAttention):
             return make.heads(*sizes, use_bias=True, kernel_init=zeros, bias_init=bias_init)
 
         self.input = gate(nnx.initializers.normal(0.1))
-        self.forget = gate(_forget_bias_init)
+        self.forget = gate(forget_bias_init)
         self.gate = make.heads(in_features, (num_heads, self.value_dim), use_bias=True)
         self.norm = make.layer_norm(self.value_dim, use_bias=False)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         # At least float32, since log decays are summed over many tokens.
-        log_input, forget = (
-            logits.astype(dtypes.wide(logits.dtype)) for logits in (self.input(x), self.forget(x))
-        )
+        log_input, forget = (dtypes.widen(logits) for logits in (self.input(x), self.forget(x)))
         log_forget = jax.nn.log_sigmoid(forget) if self.forget_gate == "sigmoid" else forget
         return {"log_input_gate": log_input, "log_forget_gate": log_forget}
 
     def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
         return self.out(jax.nn.sigmoid(self.gate(x)) * self.norm(out))
-
-
-def _forget_bias_init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Biases from 3 to 6, one for each head, as in the authors' code."""
-    return jnp.linspace(3, 6, shape[0], dtype=dtype)

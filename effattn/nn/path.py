@@ -7,9 +7,10 @@ import jax
 from flax import nnx
 
 from effattn.arrays import checks
+from effattn.arrays.dtypes import widen
 from effattn.decode.path import PathState
 from effattn.nn.attention import refuse
-from effattn.nn.delta_rule import unit, wide
+from effattn.nn.delta_rule import unit
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.self_attention import SelfAttention
@@ -76,7 +77,7 @@ class PathAttention(SelfAttention):
         return super()._attend(tuple(heads), reflection=reflection, **keywords)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        return {"beta": 2 * jax.nn.sigmoid(wide(self.strength(x)))}
+        return {"beta": 2 * jax.nn.sigmoid(widen(self.strength(x)))}
 
     def _arguments_of_token(self, batch: int, dtype: Any) -> dict[str, Any]:
         shape = batch, 1, self.num_kv_heads, self.head_dim

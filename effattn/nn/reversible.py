@@ -206,7 +206,7 @@ def _reversible(parts):
                 return written - added, of_read + of_input, of_own
 
             given = own, fixed, of_more, read, written, of_kept, of_read
-            kept, of_input, of_own = _at_once(step, *given)
+            kept, of_input, of_own = _all_steps(step, *given)
             of_kept, of_read = of_read, of_input
             gradients.append(of_own)
         return gradients[::-1], None, (of_kept, of_read)
@@ -214,7 +214,7 @@ def _reversible(parts):
     return with_derivatives(run, forward, backward)
 
 
-def _at_once(step, *args):
+def _all_steps(step, *args):
     """Computes `step(*args)` inside `lax.cond`, so that XLA schedules the whole step at once.
 
     Otherwise XLA may delay parameter gradients to the end of the backward pass, and keep the

@@ -11,7 +11,7 @@ from effattn.functional.rwkv4 import rwkv4_mixing
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
 from effattn.nn.recurrent import RecurrentMixer
-from effattn.nn.token_shift import check_depth, mixed_with_last, token_shift
+from effattn.nn.token_shift import check_depth, mixed_with_previous, token_shift
 
 
 class RWKV4(RecurrentMixer):
@@ -57,7 +57,7 @@ class RWKV4(RecurrentMixer):
         dtype = self._computed_in(x)
         shifted, last = token_shift(x, before, lengths=lengths, segment_ids=segment_ids)
         amounts = self.shifts[...].astype(dtype)[:, None, None]
-        of_receptance, of_key, of_value = mixed_with_last(x.astype(dtype), shifted, amounts)
+        of_receptance, of_key, of_value = mixed_with_previous(x.astype(dtype), shifted, amounts)
         wide = dtypes.wide(dtype)
         average, sums = rwkv4_mixing(
             self.key(of_key),

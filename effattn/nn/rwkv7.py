@@ -226,6 +226,6 @@ class RWKV7(TimeMixing):
 
 def _of_length_1(x):
     """Vectors divided by their Euclidean norm; zero vectors stay zero, with a zero gradient."""
-    wide = x.astype(dtypes.wide(x.dtype))
+    wide = dtypes.widen(x)
     squares = jnp.sum(wide * wide, -1, keepdims=True)
     return (wide * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))).astype(x.dtype)

@@ -24,7 +24,7 @@ _convolution = sequence_parts.over_channels(("x",), {"filter": -1}, "S4")(long_c
 class S4(StateSpace):
     """Mixer with normal plus low-rank state spaces (Gu et al. 2022, "Efficiently Modeling").
 
-        y = glu(gelu(K * x + D x) W),   K = low_rank_kernel(L, P, B, C~, dt)
+        y = glu(gelu(K * x + skip * x) W),   K = low_rank_kernel(L, P, B, C~, dt)
 
     L is the diagonal of A = diag(L) - P P^*, and K is a convolution kernel of `max_length` taps. As
     in the paper, the learned output matrix is C~ = C (I - Abar^max_length), and the parameters

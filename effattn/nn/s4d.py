@@ -12,7 +12,7 @@ from effattn.nn.state_space import StateSpace, complex_of
 class S4D(StateSpace):
     """Mixer with diagonal state spaces (Gu et al. 2022, "On the Parameterization of S4D").
 
-        y = glu(gelu(s4_convolution(x, A, C, dt, D)) W)
+        y = glu(gelu(s4_convolution(x, A, C, dt, skip)) W)
 
     A starts as the modes of HiPPO-LegS (S4D-LegS). Whole sequences are computed as a convolution;
     packed sequences and decoding are computed as a recurrence. The decode state has `state_size`

@@ -11,6 +11,7 @@ from jax import lax
 from effattn.arrays import checks, dtypes
 from effattn.functional.s4 import hippo_modes
 from effattn.functional.s5 import s5_scan
+from effattn.nn.initializers import log_step_init
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
 from effattn.nn.recurrent import RecurrentMixer
@@ -20,7 +21,7 @@ from effattn.nn.state_space import complex_of
 class S5(RecurrentMixer):
     """Mixer with one state space of many inputs and outputs (Smith et al. 2022, "Simplified ...").
 
-        g = gelu(s5_scan(x, A, B, C, dt, D));   y = g * sigmoid(g W)
+        g = gelu(s5_scan(x, A, B, C, dt, skip));   y = g * sigmoid(g W)
 
     A starts as J blocks of the normal part of HiPPO-LegS (HiPPO-N), and B and C as LeCun normal
     matrices in its modes. With `is_causal=False` the same recurrence also runs from the last token
@@ -58,11 +59,7 @@ class S5(RecurrentMixer):
         rates = np.tile(rates, blocks)
         self.log_rate = make.constant(np.log(-rates.real))
         self.turn = make.constant(rates.imag)
-        # dt is log-uniform in [0.001, 0.1].
-        steps = jax.random.uniform(
-            make.rngs.params(), rates.shape, make.param_dtype, np.log(0.001), np.log(0.1)
-        )
-        self.log_step = nnx.Param(steps)
+        self.log_step = make.drawn(log_step_init, *rates.shape)
         lecun, size = nnx.initializers.lecun_normal(), (in_features, state_size)
 
         def drawn(*shape):

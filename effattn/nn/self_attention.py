@@ -10,11 +10,10 @@ from flax import nnx
 
 from effattn import registry
 from effattn.arrays import mesh_axes
-from effattn.arrays.gathers import scatter
+from effattn.arrays.gathers import rows_at, scatter
 from effattn.arrays.segments import positions_from
 from effattn.cores import attention, sequence_parts
 from effattn.decode.decoder import without_naive
-from effattn.functional.longformer import gather
 from effattn.nn.attention import Attention, check_score_mod
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.options import SelfAttentionOptions
@@ -28,7 +27,7 @@ def _attend_from(where, query, key, value, keywords):
     keywords = {name: x for name, x in keywords.items() if name != "query_seq_lengths"}
     ids = keywords.get("segment_ids")
     if ids is not None:
-        keywords["segment_ids"] = gather(ids, where), ids
+        keywords["segment_ids"] = rows_at(ids, where), ids
     everywhere = jnp.broadcast_to(jnp.arange(key.shape[1], dtype=jnp.int32), key.shape[:2])
     given = attention.check("dot_product_attention", query, key, value, **keywords)
     given = dataclasses.replace(given, positions=(where, everywhere))
@@ -44,7 +43,7 @@ class _Chosen:
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **keywords: Any
     ) -> jax.Array:
-        chosen = gather(query, self.where)
+        chosen = rows_at(query, self.where)
         out = _attend_from(self.where, chosen, key, value, keywords)
         return scatter(out, self.where, query.shape[1])
 
@@ -152,11 +151,11 @@ class SelfAttention(Attention, CausalMixer):
         if sequence_parts.current() is not None:
             heads = self._heads(x, positions)
             return self.out(attend_in_parts(_Chosen(where), heads, keywords))
-        query = self._project_queries(gather(x, where))
+        query = self._project_queries(rows_at(x, where))
         key, value = self._project_keys(x)
         if self.rotary is not None and positions is not None:
             positions = jnp.broadcast_to(positions, x.shape[:2])
-            query = self.rotary(query, gather(positions, where))
+            query = self.rotary(query, rows_at(positions, where))
             key = self.rotary(key, positions)
         return scatter(
             self.out(_attend_from(where, query, key, value, keywords)), where, x.shape[1]

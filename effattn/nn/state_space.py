@@ -10,6 +10,7 @@ from jax import lax
 
 from effattn.arrays import checks, dtypes
 from effattn.functional.s4 import hippo
+from effattn.nn.initializers import log_step_init
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
 from effattn.nn.recurrent import RecurrentMixer
@@ -35,11 +36,7 @@ class Modes(RecurrentMixer):
         make, shape = Layers(**options), (spaces, state_size // 2)
         self.log_rate = make.constant(np.full(shape, np.log(-L.real)))
         self.turn = make.constant(np.broadcast_to(L.imag, shape))
-        # dt is log-uniform in [0.001, 0.1].
-        steps = jax.random.uniform(
-            make.rngs.params(), (spaces,), make.param_dtype, np.log(0.001), np.log(0.1)
-        )
-        self.log_step = nnx.Param(steps)
+        self.log_step = make.drawn(log_step_init, spaces)
         self.skip = make.drawn(jax.random.normal, spaces)
 
     def _outputs(self, make: Layers) -> nnx.Param:

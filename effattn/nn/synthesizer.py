@@ -44,9 +44,10 @@ class Synthesizer(CachedMixer):
         mixture            g (h_t . r_s) + (1 - g) q_t . k_s / sqrt(H), with a learned g in (0, 1):
                            dense and dot-product attention
 
-    Memory is linear in the length, except for the table of "random". The decode state caches all
-    values (and keys for "mixture"); a step costs O(S (A + H)). Only the random kinds depend on the
-    query position; the other kinds need position embeddings in x, which a `Transformer` adds.
+    Memory is linear in the length, but O(T^1.5) for "factorized", and "random" has a table of L^2.
+    The decode state caches all values (and keys for "mixture"); a step costs O(S (A + H)). Only the
+    random kinds depend on the query position; the other kinds need position embeddings in x, which
+    a `Transformer` adds.
 
     Args:
       max_length: L, number of positions with parameters; maximum number of tokens per row.
@@ -190,18 +191,20 @@ class Synthesizer(CachedMixer):
             out = attend_in_parts(factorized_synthesizer_attention, (*logits, value), of_call)
         else:
             # With the tokens in parts, each device has the rows and columns of all tokens.
-            bias = rows(self.table, None, 2)
-            if of_keys is not None:
-                bias = jnp.moveaxis(bias[:, of_queries[..., None], of_keys[:, None]], 0, 1)
-                own_tokens = keys
-            elif of_queries is None:
-                bias = jax.lax.slice_in_dim(bias, 0, bias.shape[2], axis=1)
-                own_tokens = keys
-            else:
-                bias = jnp.moveaxis(jnp.take(bias, of_queries, 1, mode="clip"), 1, 0)
-                own_tokens = bias.shape[-2]
-            query = jnp.zeros((batch, own_tokens, self.num_heads, 1), dtype)
-            key = jnp.zeros((*value.shape[:3], 1), dtype)
-            options = {**options, "bias": bias}
-            out = attend_in_parts(dot_product_attention, (query, key, value), options)
+            out = self._by_bias(rows(self.table, None, 2), value, of_queries, of_keys, options)
         return self.out(out)
+
+    def _by_bias(self, bias, value, of_queries, of_keys, options):
+        """Attention whose logits `(N, L, S)` are a bias of queries and keys of zero."""
+        batch, tokens, heads, _ = value.shape
+        if of_keys is not None:
+            bias = jnp.moveaxis(bias[:, of_queries[..., None], of_keys[:, None]], 0, 1)
+        elif of_queries is None:
+            bias = jax.lax.slice_in_dim(bias, 0, bias.shape[2], axis=1)
+        else:
+            bias = jnp.moveaxis(jnp.take(bias, of_queries, 1, mode="clip"), 1, 0)
+            tokens = bias.shape[-2]
+        query = jnp.zeros((batch, tokens, self.num_heads, 1), value.dtype)
+        key = jnp.zeros((*value.shape[:2], heads, 1), value.dtype)
+        options = {**options, "bias": bias}
+        return attend_in_parts(dot_product_attention, (query, key, value), options)

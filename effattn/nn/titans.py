@@ -1,10 +1,11 @@
 """Mixer with the neural memory of Titans."""
 
 import jax
-import jax.numpy as jnp
 
-from effattn.nn.delta_rule import DeltaRule, wide
+from effattn.arrays.dtypes import widen
+from effattn.nn.delta_rule import DeltaRule
 from effattn.nn.gated_output import GatedOutput
+from effattn.nn.initializers import forget_bias_init
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
 
@@ -14,7 +15,7 @@ class TitansMemory(GatedOutput, DeltaRule):
 
         q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv))
         momentum = sigmoid(x Wm + bm);   log_decay = log sigmoid(x Wa + ba)
-        rate = (1 - momentum) * sigmoid(x Wr + br) / mini_batch_size
+        learning_rate = (1 - momentum) * sigmoid(x Wr + br) / mini_batch_size
         y = (silu(x Wg) * norm(titans_memory(q / |q|, k / |k|, v, ...))) Wo
 
     With momentum, a step also acts on later tokens. The factor 1 - momentum bounds the sum of the
@@ -29,7 +30,7 @@ class TitansMemory(GatedOutput, DeltaRule):
     """
 
     _mechanism = "titans"
-    _gates = ("rate", "momentum", "log_decay")
+    _gates = ("learning_rate", "momentum", "log_decay")
 
     def __init__(
         self,
@@ -49,22 +50,18 @@ class TitansMemory(GatedOutput, DeltaRule):
         )
         self.mini_batch_size = mini_batch_size
         make, of_keys = Layers(**options), self.num_kv_heads
-        self.rate, self.momentum = (
+        self.learning_rate, self.momentum = (
             make.linear(in_features, of_keys, use_bias=True) for _ in range(2)
         )
-        self.decay = make.linear(in_features, of_keys, use_bias=True, bias_init=_decay_bias_init)
+        self.decay = make.linear(in_features, of_keys, use_bias=True, bias_init=forget_bias_init)
         sizes = num_heads, self.value_dim
         self.gate = make.heads(in_features, sizes, use_bias=options.get("use_bias", False))
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        momentum = wide(self.momentum(x))
-        rate = jax.nn.sigmoid(-momentum) * jax.nn.sigmoid(wide(self.rate(x)))
+        momentum = widen(self.momentum(x))
+        learning_rate = jax.nn.sigmoid(-momentum) * jax.nn.sigmoid(widen(self.learning_rate(x)))
         return {
-            "rate": rate / self.mini_batch_size,
+            "learning_rate": learning_rate / self.mini_batch_size,
             "momentum": jax.nn.sigmoid(momentum),
-            "log_decay": jax.nn.log_sigmoid(wide(self.decay(x))),
+            "log_decay": jax.nn.log_sigmoid(widen(self.decay(x))),
         }
-
-
-def _decay_bias_init(key, shape, dtype):
-    return jnp.linspace(3, 6, shape[0], dtype=dtype)

@@ -47,7 +47,7 @@ def token_shift(
     return shifted, last_tokens(read, 1, lengths)[:, 0].astype(dtype)
 
 
-def mixed_with_last(x: jax.Array, shifted: jax.Array, amounts: jax.Array) -> jax.Array:
+def mixed_with_previous(x: jax.Array, shifted: jax.Array, amounts: jax.Array) -> jax.Array:
     """Interpolates `amounts * x + (1 - amounts) * shifted` for C inputs; `(C, B, T, D)`."""
     shifted = shifted.astype(x.dtype)
     return amounts * x[None] + (1 - amounts) * shifted[None]

@@ -207,7 +207,7 @@ class Transformer(Module):
         x = self._embed(tokens, positions, valid, name)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
         if self.config.reversible and before is None:
-            x, routing = self._reversibly(x, marks, key, *contexts)
+            x, routing = self._run_reversible(x, marks, key, *contexts)
             return self.norm(x), routing
         x, routing = self._streams(x), ()
         kept: dict[int | None, Any] = {}
@@ -223,13 +223,13 @@ class Transformer(Module):
 
     def _streams(self, x):
         """The input of the first layer: embeddings, or two streams of them in at least float32."""
-        return (x.astype(dtypes.wide(x)),) * 2 if self.config.reversible else x
+        return (dtypes.widen(x),) * 2 if self.config.reversible else x
 
     def _joined(self, x):
         """The features that the final norm reads, from the output of the last layer."""
         return jnp.concatenate(x, -1) if self.config.reversible else x
 
-    def _reversibly(self, x, marks, key, *contexts):
+    def _run_reversible(self, x, marks, key, *contexts):
         """Output of a reversible model's layers, without a norm, and the statistics of experts."""
 
         def call(blocks, x, marks, key, *contexts):

@@ -7,8 +7,9 @@ import numpy as np
 from flax import nnx
 
 from effattn.arrays import checks
+from effattn.arrays.dtypes import widen
 from effattn.nn.attention import refuse
-from effattn.nn.delta_rule import unit, wide
+from effattn.nn.delta_rule import unit
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.self_attention import SelfAttention
@@ -17,8 +18,8 @@ from effattn.nn.self_attention import SelfAttention
 class TTTLinear(SelfAttention):
     """Mixer with TTT-Linear (Sun et al. 2024, "Learning to (Learn at Test Time)").
 
-        q, k, v = x Wq, x Wk, x Wv;   rate = base_rate * sigmoid(x Wr + br) / H
-        o = q / |q| + ttt_linear_attention(q / |q|, k / |k|, v - k / |k|, rate, ...)
+        q, k, v = x Wq, x Wk, x Wv;   learning_rate = base_rate * sigmoid(x Wr + br) / H
+        o = q / |q| + ttt_linear_attention(q / |q|, k / |k|, v - k / |k|, learning_rate, ...)
         y = norm(o) Wo
 
     The inner model x + layer_norm(x W + b) starts from learned W, b and norm in each sequence.
@@ -40,7 +41,7 @@ class TTTLinear(SelfAttention):
         base_rate: float = 1.0,
         **options: SelfAttentionOptions,
     ):
-        made = "rate", "initial_weights", "initial_bias", "norm_scale", "norm_bias"
+        made = "learning_rate", "initial_weights", "initial_bias", "norm_scale", "norm_bias"
         refuse(type(self), options, made, "it makes them")
         self.base_rate = float(checks.positive("base_rate", base_rate))
         super().__init__(
@@ -53,7 +54,7 @@ class TTTLinear(SelfAttention):
                 f"input, got {self.value_dim}"
             )
         make = Layers(**options)
-        self.rate = make.linear(in_features, of_keys, use_bias=True)
+        self.learning_rate = make.linear(in_features, of_keys, use_bias=True)
         self.initial_weights = make.drawn(nnx.initializers.normal(0.02), of_keys, size, size)
         self.initial_bias = make.constant(np.zeros((of_keys, size)))
         self.norm_scale = make.constant(np.ones((of_keys, size)))
@@ -78,7 +79,11 @@ class TTTLinear(SelfAttention):
         return self._finish(heads[0] + out, x), state
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        return {"rate": self.base_rate / self.head_dim * jax.nn.sigmoid(wide(self.rate(x)))}
+        return {
+            "learning_rate": self.base_rate
+            / self.head_dim
+            * jax.nn.sigmoid(widen(self.learning_rate(x)))
+        }
 
     def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
         return self.out(self.norm(out))

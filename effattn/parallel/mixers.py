@@ -30,7 +30,7 @@ def forms_of(mixer: Any) -> list[Callable[..., Any]]:
     mechanism = getattr(getattr(mixer, "binding", None), "mechanism", None)
     called = None if mechanism is None else getattr(mechanism.function, "__name__", None)
     known = {type(mixer).__name__, called}
-    return [form for name, form in _FORMS.items() if known & sequence_parts.TAKEN[name]]
+    return [form for name, form in _FORMS.items() if known & sequence_parts.SUPPORTED[name]]
 
 
 _in_parts: Any = jax.make_user_context(False)

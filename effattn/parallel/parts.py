@@ -19,7 +19,7 @@ def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Calla
     """The function or module for the tokens of this device; lengths count all tokens.
 
     Args:
-      form: a key of `sequence_parts.TAKEN`.
+      form: a key of `sequence_parts.SUPPORTED`.
       function: a function or module of tokens.
       axis_name: the mesh axis.
 

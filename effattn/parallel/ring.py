@@ -81,7 +81,7 @@ class _Call(NamedTuple):
         )
         given = dataclasses.replace(given, results=results)
         out, lse = attention.attend(query, key, value, given)
-        return out.astype(dtypes.wide(out)), lse
+        return dtypes.widen(out), lse
 
     def ways(self, tokens):
         """Directions of travel: +1 to later devices, -1 to earlier ones; and the number of hops."""
@@ -315,7 +315,7 @@ def _backward(call, saved, cotangents):
             return call.attend(query, of_keys, ids_part, offset, part.is_causal, results)
 
         _, back = jax.vjp(attend, query, *key_value)
-        return [x.astype(dtypes.wide(x)) for x in back(_cut(cotangents, part.queries, axis))]
+        return [dtypes.widen(x) for x in back(_cut(cotangents, part.queries, axis))]
 
     everything = (0, tokens)
     d_query, *d_block = pull(block, 0, _Part(everything, everything, call.causal))

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from effattn.arrays.axes import over_batch
 from effattn.interfaces.linear_recurrence import Config, Tokens, clear, divided, masked_terms
 from effattn.xla.recurrent_block import split_heads
 
@@ -33,8 +34,7 @@ def linear_sum(
         return state, dot(query, state)
 
     run = jax.vmap(head, (0, 1, 1, 1), (0, 1))
-    for _ in batch:
-        run = jax.vmap(run)
+    run = over_batch(run, len(batch))
     query = split_heads(terms.query, len(batch) + 1, heads)
     state, output = run(state, query, terms.key, terms.value)
     output = output.reshape(*terms.query.shape[:-1], output.shape[-1])

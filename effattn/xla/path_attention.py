@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.axes import over_batch
 from effattn.xla.recurrent_chunks import unit_inverse
 
 SMALLEST, LARGEST = 32, 128  # default sizes of tiles
@@ -102,10 +103,8 @@ def attend(
     tokens = mesh_axes.vary_alike(tokens)
     size = _tile(tile, tokens.key)
     axes: Any = 1, 1, 1, 1, 1, None, None  # of key heads, without `*B`
-    run = jax.vmap(functools.partial(_of_head, size, precision), (Tokens(*axes),), 1)
-    for _ in range(tokens.key.ndim - 3):
-        run = jax.vmap(run)
-    return run(tokens)
+    of_heads = jax.vmap(functools.partial(_of_head, size, precision), (Tokens(*axes),), 1)
+    return over_batch(of_heads, tokens.key.ndim - 3)(tokens)
 
 
 def carried(

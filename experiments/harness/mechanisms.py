@@ -91,7 +91,7 @@ def sizes(
             "compression_rate": 4,
         },
         "transformer_xl": {"segment_size": quarter, "memory_size": quarter},
-        "mega": {"chunk_size": quarter},
+        "mega": {"chunk_length": quarter},
     }
 
 

@@ -200,7 +200,7 @@ def with_states(query, key, value):
 
 
 INNER_MODEL = {
-    "rate": np.ones((3, 1)),
+    "learning_rate": np.ones((3, 1)),
     "initial_weights": np.zeros((1, 2, 3)),
     "initial_bias": np.zeros((1, 3)),
     "norm_scale": np.ones((1, 3)),

@@ -18,19 +18,23 @@ run = jax.jit(functools.partial(titans_memory, mini_batch_size=4, return_state=T
 def draw():
     rng = np.random.default_rng(0)
     arrays = {n: rng.normal(size=(B, T, h, H)) for n, h in (("query", N), ("key", K))}
-    rate, momentum, decay = rng.uniform(0, 1, (3, B, T, K))
-    arrays |= {"value": rng.normal(size=(B, T, K, SIZE)), "rate": rate / 4, "momentum": momentum}
+    learning_rate, momentum, decay = rng.uniform(0, 1, (3, B, T, K))
+    arrays |= {
+        "value": rng.normal(size=(B, T, K, SIZE)),
+        "learning_rate": learning_rate / 4,
+        "momentum": momentum,
+    }
     return {name: x.astype(np.float32) for name, x in {**arrays, "log_decay": -decay}.items()}
 
 
 def test_mini_batches_of_one_token_without_momentum_are_the_delta_rule():
     given = draw()
-    nothing = 0 * given["rate"]
+    nothing = 0 * given["learning_rate"]
     out = titans_memory(
         **{**given, "momentum": nothing, "log_decay": nothing, "mini_batch_size": 1}
     )
     heads = (given[name] for name in ("query", "key", "value"))
-    expected = delta_rule_attention(*heads, beta=given["rate"], scale=1)
+    expected = delta_rule_attention(*heads, beta=given["learning_rate"], scale=1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -46,7 +50,9 @@ def test_outputs_and_states_agree_with_the_steps_of_the_paper():
                 start = now
             key, value = given["key"][b, t, k], given["value"][b, t, k]
             surprise = np.outer(key, start.T @ key - value)
-            velocity = given["momentum"][b, t, k] * velocity - given["rate"][b, t, k] * surprise
+            velocity = (
+                given["momentum"][b, t, k] * velocity - given["learning_rate"][b, t, k] * surprise
+            )
             now = np.exp(given["log_decay"][b, t, k]) * now + velocity
             expected = now.T @ given["query"][b, t, n]
             np.testing.assert_allclose(out[b, t, n], expected, rtol=1e-4, atol=1e-4)
@@ -58,7 +64,7 @@ def test_outputs_and_states_agree_with_the_steps_of_the_paper():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"rate": jnp.zeros((B, T, N))}, r"rate must be .* \(2, 11, 2\)"),
+        ({"learning_rate": jnp.zeros((B, T, N))}, r"learning_rate must be .* \(2, 11, 2\)"),
         ({"momentum": jnp.zeros((B, T))}, r"momentum must be .* \(2, 11, 2\)"),
         ({"log_decay": jnp.ones((B, T, K))}, "log_decay must be 0 or less"),
         ({"mini_batch_size": 0}, "mini_batch_size must be an int, 1 or more tokens"),
@@ -75,12 +81,12 @@ def test_on_equal_keys_the_memory_stays_bounded_up_to_the_rate_that_is_named(mom
     length, batch = 4096, 16
     tokens = np.ones((length, 1, 1), np.float32)
     gates = np.ones((length, 1), np.float32)
-    rate = 1.99 * (1 - momentum) / batch
+    learning_rate = 1.99 * (1 - momentum) / batch
     out = titans_memory(
         tokens,
         tokens,
         tokens,
-        rate=rate * gates,
+        learning_rate=learning_rate * gates,
         momentum=momentum * gates,
         log_decay=0 * gates,
         mini_batch_size=batch,
@@ -90,7 +96,7 @@ def test_on_equal_keys_the_memory_stays_bounded_up_to_the_rate_that_is_named(mom
 
 def test_the_layer_stays_bounded_on_equal_tokens():
     layer = TitansMemory(16, 2, rngs=nnx.Rngs(0))
-    for gate, bias in ((layer.momentum, 4.0), (layer.rate, 4.0), (layer.decay, 20.0)):
+    for gate, bias in ((layer.momentum, 4.0), (layer.learning_rate, 4.0), (layer.decay, 20.0)):
         gate.bias[...] = jnp.full_like(gate.bias[...], bias)
     x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (16,)), (1, 4096, 16))
     y, state = jax.jit(lambda layer, x: layer.extend(x, layer.init_state(1, 4096)))(layer, x)

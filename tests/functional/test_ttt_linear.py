@@ -20,7 +20,7 @@ def draw():
     arrays = {n: rng.normal(size=(B, T, h, H)) for n, h in (("query", N), ("key", K))}
     arrays |= {
         "value": rng.normal(size=(B, T, K, SIZE)),
-        "rate": rng.uniform(0, 0.5, (B, T, K)),
+        "learning_rate": rng.uniform(0, 0.5, (B, T, K)),
         "initial_weights": rng.normal(size=(K, H, SIZE)),
         "initial_bias": rng.normal(size=(K, SIZE)),
         "norm_scale": rng.normal(size=(K, SIZE)),
@@ -31,7 +31,7 @@ def draw():
 
 def test_a_rate_of_zero_is_the_initial_model():
     given = draw()
-    out, state = run(**{**given, "rate": 0 * given["rate"]})
+    out, state = run(**{**given, "learning_rate": 0 * given["learning_rate"]})
     z = np.einsum(
         "btkgh,khv->btkgv", given["query"].reshape(B, T, K, N // K, H), given["initial_weights"]
     )
@@ -49,7 +49,7 @@ def test_mini_batches_count_from_the_state():
     for border in (1, 6):
         state, outs = None, []
         for part in (slice(0, border), slice(border, T)):
-            tokens = {n: given[n][:, part] for n in ("query", "key", "value", "rate")}
+            tokens = {n: given[n][:, part] for n in ("query", "key", "value", "learning_rate")}
             out, state = run(**{**given, **tokens}, initial_state=state)
             outs.append(out)
         np.testing.assert_allclose(np.concatenate(outs, 1), whole, rtol=1e-4, atol=1e-5)
@@ -72,7 +72,7 @@ def test_states_and_gradients_agree_with_flash_linear_attention():
             key, value = given["key"][:, :8], given["square_value"][:, :8]
             _, state = run(
                 *(key, key, value - key),
-                rate=jnp.full(key.shape[:-1], 0.1),
+                learning_rate=jnp.full(key.shape[:-1], 0.1),
                 initial_weights=jnp.zeros(start.shape[1:2] + (4, 4)),
                 initial_bias=jnp.zeros(start.shape[1:2] + (4,)),
                 **{name: given[name] for name in ("norm_scale", "norm_bias")},
@@ -92,7 +92,7 @@ def test_states_and_gradients_agree_with_flash_linear_attention():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"rate": jnp.zeros((B, T, N))}, r"rate must be .* \(2, 11, 2\)"),
+        ({"learning_rate": jnp.zeros((B, T, N))}, r"learning_rate must be .* \(2, 11, 2\)"),
         ({"initial_weights": jnp.zeros((K, H, H))}, r"initial_weights must be .* \(2, 4, 5\)"),
         ({"norm_bias": jnp.zeros(SIZE)}, r"norm_bias must be .* \(2, 5\)"),
         ({"mini_batch_size": 0}, "mini_batch_size must be an int, 1 or more tokens"),

@@ -13,12 +13,12 @@ from effattn.nn import Mega
 from tests.nn.build import filled, floats
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "mega.npz"
-SIZES = {"chunk_size": 4, "ema_dim": 3, "shared_dim": 4, "value_dim": 6}
+SIZES = {"chunk_length": 4, "ema_dim": 3, "shared_dim": 4, "value_dim": 6}
 CASES = {
     "both_ways": {"is_causal": False, "relative_bias": "simple"},
     "causal": {},
     "causal_laplace": {"attention_function": "laplace", "relative_bias": "simple"},
-    "padded": {"is_causal": False, "attention_function": "laplace", "chunk_size": 12},
+    "padded": {"is_causal": False, "attention_function": "laplace", "chunk_length": 12},
 }
 
 
@@ -92,7 +92,7 @@ def test_outputs_and_gradients_are_those_of_transformers(case):
 
 def test_a_chunk_that_holds_the_sequence_is_attention_to_all_tokens():
     x = floats(1, 7, 8)
-    one, other = (filled(lambda size=size: make(chunk_size=size)) for size in (7, 50))
+    one, other = (filled(lambda size=size: make(chunk_length=size)) for size in (7, 50))
     np.testing.assert_allclose(*(jax.jit(lambda m: m(x))(m) for m in (one, other)), atol=1e-6)
 
 
@@ -135,7 +135,7 @@ def test_the_state_has_a_constant_size():
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_operations_and_arrays_grow_linearly(is_causal):
-    mixer = nnx.eval_shape(lambda: make(chunk_size=32, is_causal=is_causal))
+    mixer = nnx.eval_shape(lambda: make(chunk_length=32, is_causal=is_causal))
     lengths = 512, 8192
 
     def counted(packed):
@@ -153,7 +153,7 @@ def test_operations_and_arrays_grow_linearly(is_causal):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk_size": 0}, "chunk_size must be an int, 1 or more tokens, got 0"),
+        ({"chunk_length": 0}, "chunk_length must be an int, 1 or more tokens, got 0"),
         ({"ema_dim": 0}, "ema_dim must be an int, 1 or more dimensions, got 0"),
         ({"value_dim": 0}, "value_dim must be an int, 1 or more features, got 0"),
         ({"shared_dim": 3}, "shared_dim must be even with relative_bias='rotary'.*got 3"),

@@ -56,7 +56,7 @@ STATES = {
     "gru": {},
     "recurrent_memory": {"segment_size": 4, "num_slots": 2, "rotary": ROTARY},
     "transformer_xl": {"segment_size": 4, "memory_size": 3},
-    "mega": {"chunk_size": 4, "ema_dim": 3, "shared_dim": 4, "value_dim": 6},
+    "mega": {"chunk_length": 4, "ema_dim": 3, "shared_dim": 4, "value_dim": 6},
     "compressive": {"segment_size": 2, "memory_size": 2, "num_slots": 2, "compression_rate": 2},
 }
 CHANNELS = {

@@ -83,14 +83,14 @@ ARRAYS = {
         "levels": jnp.abs(numbers(BATCH, TOKENS, HEADS, 4)),
     },
     "ttt_linear": {
-        "rate": jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)) / SIZE,
+        "learning_rate": jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)) / SIZE,
         "initial_weights": numbers(KEY_HEADS, SIZE, SIZE),
         "initial_bias": numbers(KEY_HEADS, SIZE),
         "norm_scale": numbers(KEY_HEADS, SIZE),
         "norm_bias": numbers(KEY_HEADS, SIZE),
     },
     "titans": {
-        "rate": jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)) / SIZE,
+        "learning_rate": jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)) / SIZE,
         "momentum": jax.nn.sigmoid(numbers(BATCH, TOKENS, KEY_HEADS)),
         "log_decay": -jnp.abs(numbers(BATCH, TOKENS, KEY_HEADS)),
     },

@@ -13,12 +13,14 @@ LENGTHS = [1, 63, 64, 65, 150]  # a chunk has 64 tokens
 def by_token(combine):
     """All states of a recurrence, one token after the other."""
 
+    @jax.jit
     def run(first, second, initial):
-        state, states = initial, []
-        for token in range(first.shape[1]):
-            state = combine(state, first[:, token], second[:, token])
-            states.append(state)
-        return jnp.stack(states, 1)
+        def step(state, token):
+            state = combine(state, *token)
+            return state, state
+
+        by_token = first.swapaxes(0, 1), second.swapaxes(0, 1)
+        return jax.lax.scan(step, initial, by_token)[1].swapaxes(0, 1)
 
     return run
 
