@@ -104,7 +104,7 @@ def after_some_tokens(rng, shapes):
 def bounded_rates(arrays):
     """The arrays, with rates that keep the memory bounded for any keys."""
     rate = arrays["learning_rate"] / jnp.maximum(1, (arrays["key"] ** 2).sum(-1))
-    return {**arrays, "learning_rate": rate.astype(arrays["rate"].dtype)}
+    return {**arrays, "learning_rate": rate.astype(arrays["learning_rate"].dtype)}
 
 
 def forget_gates(rng, sizes):
@@ -644,9 +644,9 @@ MIXERS = {
     ),
     "mega": Case(
         variants={
-            "": {"chunk_size": 5, "ema_dim": 3, "shared_dim": 4, "value_dim": 6},
+            "": {"chunk_length": 5, "ema_dim": 3, "shared_dim": 4, "value_dim": 6},
             "laplace": {
-                "chunk_size": 4,
+                "chunk_length": 4,
                 "ema_dim": 2,
                 "shared_dim": 3,
                 "attention_function": "laplace",
