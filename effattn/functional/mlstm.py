@@ -118,7 +118,9 @@ def mlstm_attention(
 def _terms(scale, query, keys) -> Terms:
     key, value, log_input, maximum, log_decay = keys
     key = dtypes.product(jnp.exp(log_input - maximum)[..., None], key)
-    return Terms(dtypes.product(query, scale), key, value, log_decay, least=jnp.exp(-maximum))
+    # A smaller divisor could make the quotient's derivatives overflow where the products are zero.
+    least = jnp.maximum(jnp.exp(-maximum), jnp.finfo(maximum.dtype).tiny ** 0.5)
+    return Terms(dtypes.product(query, scale), key, value, log_decay, least=least)
 
 
 def _maxima(given, log_input, log_forget, first):

@@ -138,3 +138,16 @@ def test_kernels_agree_with_xla(name):
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         mlstm_attention(**{**draw(), **options})
+
+
+def test_gradients_are_finite_where_the_gates_grow_and_the_queries_are_zero():
+    zeros = jnp.zeros((1, 40, 1, 3))
+    growing = jnp.full((1, 40, 1), 10.0)  # exp(-m) is zero in float32 from the tenth token on
+    cotangent = jnp.full_like(zeros, 1e4)
+
+    def run(query, key, value, gate):
+        out = mlstm_attention(query, key, value, log_input_gate=gate, log_forget_gate=gate)
+        return (out * cotangent).sum()
+
+    for gradient in jax.grad(run, (0, 1, 2, 3))(zeros, zeros, zeros, growing):
+        assert jnp.isfinite(gradient).all()
