@@ -311,6 +311,8 @@ def draw_all(folder: Path, results: Any) -> list[str]:
                 if line:
                     family = families.setdefault(registry.get(name).family, {})
                     family[name] = (list(line), list(line.values()))
+            if not families:  # no program was timed
+                continue
             exact = families.get("exact", {}).get(EXACT, ([], []))
             kind = "time" if key == "seconds" else "memory"
             title = f"{kind.capitalize()} of a {PASSES[which]}".replace("forward", "forward pass")

@@ -280,6 +280,15 @@ def test_no_ratio_where_tiles_read_keys_again():
     assert rows == ["|512|causal,bidirectional|5.0|2.1|2.38|", "|1k|causal,bidirectional|-|4.2|-|"]
 
 
+def test_times_that_nobody_measured_have_no_figure(tmp_path):
+    passes = {which: {"needed_bytes": 1e6} for which in layers.PASSES}
+    records = [{"mechanism": "softmax", "direction": "causal", "length": 256, "passes": passes}]
+    results = tables.Results(records, (), (), (), 0, Workload(256, 4))
+    (line,) = efficiency.draw_all(tmp_path, results)
+    assert "memory-step-causal.png" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["memory-step-causal.png"]
+
+
 def test_bytes_per_parameter_agree_with_the_optimisers():
     for name, each in theory.optimisers().items():
         if not isinstance(each.state, str):
