@@ -102,7 +102,7 @@ lint: ## check style, format, imports, types, spelling and prose
 	"$(VENV)/bin/lint-imports"
 	$(python) -m mypy
 	$(python) -m codespell_lib $(sources) docs *.md
-	$(python) scripts/lint_prose.py $(sources)
+	$(python) scripts/lint_prose.py $(sources) docs/extensions
 
 format: ## fix style and format
 	$(setup) dev,experiments

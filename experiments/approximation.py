@@ -94,11 +94,11 @@ def performer_features(orthogonal: bool):
 
 
 def trigonometric_features(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
-    """Returns vectors of deviation 1 for random feature attention, as before its training.
+    """Returns random vectors `((size + 1) // 2, H)` for random feature attention, not trained.
 
-    Each vector gives a sine and a cosine. Queries and keys are normalised, so the weights are those
-    of exp(q . k) for unit vectors, which are nearly equal. Larger deviations would give sharper
-    weights, but then sums of features of both signs vanish.
+    Their entries have standard deviation 1. Each vector gives a sine and a cosine. Queries and keys
+    are normalised, so the weights are those of exp(q . k) for unit vectors, which are nearly equal.
+    Larger deviations would give sharper weights, but then sums of features of both signs vanish.
     """
     import effattn
 
@@ -367,12 +367,7 @@ def ranks_table(ranks: Mapping[str, Sequence[float]]) -> str:
 
 def write_figure(path: Path, records: Sequence[Record]) -> None:
     """Draws the mean error over layers of each family, in a band from the least to the largest."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    from experiments.harness.figure import legend_below, save
+    from experiments.harness.figure import legend_below, plt, save
 
     sources = list(dict.fromkeys(record["source"] for record in records))
     figure, grid = plt.subplots(

@@ -29,9 +29,10 @@ Record = dict[str, Any]
 class Config(TextOptions):
     """Trains a language model, compresses it, and measures what each form costs.
 
-    Weights get fewer bits by qwix: after training, and in training on (quantisation-aware: rounded
-    weights forward, straight-through gradients). Heads are removed by `effattn.nn.prune_heads`: in
-    each layer those without which the loss on training text rises least.
+    Weights get fewer bits by qwix: directly after training, and with further training
+    (quantisation-aware: rounded weights forward, straight-through gradients). Heads are removed by
+    `effattn.nn.prune_heads`: in each layer those without which the loss on training text rises
+    least.
 
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
@@ -73,7 +74,9 @@ class Config(TextOptions):
         if self.recovery_rate is not None:
             checks.check_positive(self, "recovery_rate")
         if self.bits and importlib.util.find_spec("qwix") is None:
-            raise UserError("--bits needs the package qwix: pip install qwix; or give no --bits")
+            raise UserError(
+                "--bits needs the package qwix: pip install qwix; or write --bits without numbers"
+            )
 
     @property
     def original_rate(self) -> float:
@@ -108,16 +111,10 @@ def label(form: str) -> str:
     return ORIGINAL if form == ORIGINAL else f"{ORIGINAL}, trained on"
 
 
-def spread(values: Sequence[float]) -> str:
-    """Returns the mean and half of the 95 % interval as text."""
-    from experiments.harness.statistics import mean
-
-    value, half = mean(values)
-    return f"{value:.3f}" if half is None else f"{value:.3f} ± {half:.3f}"
-
-
 def table(summary: Mapping[str, Any]) -> str:
     """Returns the table of the forms."""
+    from experiments.harness.statistics import mean
+
     headline = summary["headline"]
     by_form: dict[str, list[Record]] = {}
     for run in summary["runs"]:
@@ -125,8 +122,8 @@ def table(summary: Mapping[str, Any]) -> str:
     rows = []
     for form, runs in by_form.items():
         before = [run["curve"][0][headline] for run in runs]
-        after = spread([run[headline] for run in runs])
-        first = [after, "-"] if form == ORIGINAL else [spread(before), after]
+        after = str(mean([run[headline] for run in runs]))
+        first = [after, "-"] if form == ORIGINAL else [str(mean(before)), after]
         size = summary["bytes"][form]
         times = summary["bytes"][ORIGINAL] / size
         rows.append([label(form), *first, f"{size / 1e3:,.0f} kB", f"{times:.2f}"])
@@ -135,6 +132,8 @@ def table(summary: Mapping[str, Any]) -> str:
 
 def markdown(summary: Mapping[str, Any]) -> str:
     """Returns the Markdown report."""
+    from experiments.harness.statistics import mean
+
     heading = summary["heading"]
     original, *_ = (run for run in summary["runs"] if run["way"] == ORIGINAL)
     steps = f"{original['tokens']:,} tokens"
@@ -149,7 +148,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
     ]
     if summary["heads"]:
         costs = [
-            [f"layer {layer}", *(spread(of) for of in zip(*each, strict=True))]
+            [f"layer {layer}", *(str(mean(of)) for of in zip(*each, strict=True))]
             for layer, each in enumerate(zip(*summary["heads"], strict=True))
         ]
         names = ["", *(f"head {head}" for head in range(len(costs[0]) - 1))]
@@ -193,7 +192,7 @@ def train(
         "config": {**settings, **config.of_runs()},
         "environment": machine.environment(),
         "headline": task.headline,
-        "heading": next(h for h, key in task.columns.items() if key == task.headline),
+        "heading": task.heading,
         "bytes": sizes,
         "runs": trainer.train_all(),
         "heads": trainer.costs_of_heads(),

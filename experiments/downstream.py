@@ -226,13 +226,8 @@ def table(records: Sequence[Record]) -> str:
 
 def write_figure(path: Path, records: Sequence[Record]) -> None:
     """Draws the agreement with exact attention against the size, in one panel per task."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     from effattn.analysis.style import line
-    from experiments.harness.figure import legend_below, save
+    from experiments.harness.figure import legend_below, plt, save
 
     tasks = list(dict.fromkeys(record["task"] for record in records))
     figure, axes = plt.subplots(

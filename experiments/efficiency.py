@@ -61,13 +61,14 @@ class Config:
     directions: tuple[Literal["causal", "bidirectional"], ...] = ()  # default both; quick: causal
     lengths: tuple[int, ...] = ()  # tokens, powers of two; default 256 to 1048576
     features: int = 256  # width of a layer
-    heads: int = 4
+    heads: int = 4  # attention heads
     precision: Literal["float32", "bfloat16"] = "float32"  # parameters are float32
     # Tokens of a batch where sequences are shorter; longer sequences are measured one by one. One
     # short sequence leaves a GPU idle.
     tokens: int = 1
     rounds: int = 5  # calls of each program
-    seconds: float = 1.0  # for the rounds of a program; longer lengths of slower ones are skipped
+    # Time for the rounds of a program; after a slower call, longer lengths are not timed.
+    seconds: float = 1.0
     memory: float | None = None  # GB that the longest sequence must fit into; default the device's
     # Tables beside those of time and memory: the longest sequence that fits, decode caches, and
     # attention that stores its matrices. Each compiles many programs; "--extras" without names

@@ -115,32 +115,31 @@ def runs_of(summary: Mapping[str, Any], way: str, mechanism: str) -> list[Record
     return [r for r in summary["runs"] if (r["way"], r["mechanism"]) == (way, mechanism)]
 
 
-def markdown(summary: Mapping[str, Any]) -> str:
-    """Returns the Markdown report."""
+def budgets_of(curve: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the places in a curve that tables show: budgets that double, and the last one."""
+    last = len(curve) - 1
+    return [2**n for n in range(last.bit_length()) if 2**n < last] + [last]
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """Returns the table of losses."""
     from experiments.harness.statistics import mean
 
-    headline, heading = summary["headline"], summary["heading"]
-
-    def spread(values: Sequence[float]) -> str:
-        value, half = mean(values)
-        return f"{value:.3f}" if half is None else f"{value:.3f} ± {half:.3f}"
+    headline, config = summary["headline"], summary["config"]
 
     def final(way: str, mechanism: str) -> list[float]:
         return [run[headline] for run in runs_of(summary, way, mechanism)]
 
-    config = summary["config"]
     curve = runs_of(summary, config["ways"][0], config["mechanisms"][0])[0]["curve"]
-    last = len(curve) - 1
-    # Places in the curve: budgets that double, and the last.
-    budgets = [2**n for n in range(last.bit_length()) if 2**n < last] + [last]
+    budgets = budgets_of(curve)
     (original, *_) = runs_of(summary, "original", REFERENCE)
     rows = [
         [
             REFERENCE,
             "original",
-            spread(final("original", REFERENCE)),
+            str(mean(final("original", REFERENCE))),
             *["-"] * (len(budgets) + 1),
-            spread(final("scratch", REFERENCE)),
+            str(mean(final("scratch", REFERENCE))),
             state_of(original),
             f"{original['learning_rate']:g}",
         ]
@@ -156,10 +155,10 @@ def markdown(summary: Mapping[str, Any]) -> str:
                 [
                     mechanism,
                     way,
-                    spread(starts),
-                    *(spread([run["curve"][at][headline] for run in runs]) for at in budgets),
+                    str(mean(starts)),
+                    *(str(mean([run["curve"][at][headline] for run in runs])) for at in budgets),
                     f"{100 * regained / increase:.0f} %" if increase > LEAST_INCREASE else "-",
-                    spread(final("scratch", mechanism)),
+                    str(mean(final("scratch", mechanism))),
                     state_of(runs[0]),
                     f"{runs[0]['learning_rate']:g}",
                 ]
@@ -174,26 +173,40 @@ def markdown(summary: Mapping[str, Any]) -> str:
         "decode state",
         "learning rate",
     ]
+    return markdown_table(header, rows)
+
+
+def conversions_table(summary: Mapping[str, Any]) -> str:
+    """Returns the table of the parameters that conversions keep, add and drop."""
 
     def count(part: str, values: Mapping[str, int]) -> str:
         names = ", ".join(values) if part != "kept" else ""
         return f"{sum(values.values()):,}" + (f" ({names})" if names else "")
 
-    conversions = [
-        [mechanism, *(count(part, of[part]) for part in ("kept", "new", "dropped"))]
+    parts = ("kept", "new", "dropped")
+    rows = [
+        [mechanism, *(count(part, of[part]) for part in parts)]
         for mechanism, of in summary["conversions"].items()
     ]
+    return markdown_table(["mechanism", *parts], rows)
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """Returns the Markdown report."""
+    config = summary["config"]
+    curve = runs_of(summary, config["ways"][0], config["mechanisms"][0])[0]["curve"]
+    (original, *_) = runs_of(summary, "original", REFERENCE)
     count_of_seeds = len(config["seeds"])
     seeds = f"means over {count_of_seeds} seeds ± half of the 95 % interval"
     seeds = seeds if count_of_seeds > 1 else "for one seed"
-    total = original["tokens"] + curve[last]["tokens"]
+    total = original["tokens"] + curve[-1]["tokens"]
     return "\n\n".join(
         [
             "# Recovery after softmax attention is replaced",
             "![Loss against training tokens after the replacement](recovery.png)",
-            markdown_table(header, rows),
-            f"The losses are validation {heading}, {seeds}. A converted model starts with the "
-            "parameters of the original: the model with softmax attention, after "
+            table(summary),
+            f"The losses are validation {summary['heading']}, {seeds}. A converted model starts "
+            "with the parameters of the original: the model with softmax attention, after "
             f"{original['tokens']:,} training tokens. `finetune` trains it on the loss of the "
             "language model (Kasai et al. 2021, T2R). `distill` trains it for "
             f"{config['transfer']:.0%} of the tokens to give the outputs of the original's mixers "
@@ -207,7 +220,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
             "recovery together. The decode state is that of one sequence as long as those of the "
             "validation set.",
             "## Parameters of the conversion",
-            markdown_table(["mechanism", "kept", "new", "dropped"], conversions),
+            conversions_table(summary),
             "The table shows how many numbers each conversion keeps, adds and drops, random "
             "features included, as reported by `effattn.nn.conversion`.",
             *report.configuration(summary),
@@ -222,33 +235,23 @@ def state_of(run: Mapping[str, Any]) -> str:
 
 def draw(summary: Mapping[str, Any]) -> Any:
     """Draws the loss against the tokens of recovery, one line per mechanism and way."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
     import numpy as np
 
-    from effattn.analysis.style import COLOURS, MARKERS
-    from experiments.harness.figure import legend_below
+    from effattn.analysis.style import line
+    from experiments.harness.figure import legend_below, plt
 
     headline, config = summary["headline"], summary["config"]
     figure, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
     originals = [run[headline] for run in runs_of(summary, "original", REFERENCE)]
     axis.axhline(np.mean(originals), color="black", linestyle=":", label=f"{REFERENCE}: original")
     for index, mechanism in enumerate(config["mechanisms"]):
-        style = {
-            "color": COLOURS[index % len(COLOURS)],
-            "marker": MARKERS[index % len(MARKERS)],
-            "markersize": 4,
-        }
         for way in config["ways"]:
             curves = [run["curve"] for run in runs_of(summary, way, mechanism)]
             values = np.array([[record[headline] for record in curve] for curve in curves])
             axis.plot(
                 [record["tokens"] / 1e6 for record in curves[0]],
                 values.mean(0),
-                **style,
-                linestyle=LINES[way],
+                **line(index) | {"markersize": 4, "linestyle": LINES[way]},
                 label=f"{mechanism}: {way}",
             )
     axis.set(xlabel="training tokens after the replacement (millions)")
@@ -288,7 +291,7 @@ def train(
         "config": {**settings, **config.of_runs()},
         "environment": machine.environment(),
         "headline": task.headline,
-        "heading": next(h for h, key in task.columns.items() if key == task.headline),
+        "heading": task.heading,
         "conversions": conversions,
         "runs": Trainer(config, task, folder, folders.fingerprint(settings)).train_all(),
     }

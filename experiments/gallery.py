@@ -154,7 +154,12 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
         "regulariser": np.ones((1, 8), np.float32),
         "num_steps": 8,
     },
-    "titans": {"rate": WRITES, "key": UNIT, "momentum": 4 * WRITES, "log_decay": FORGETS},
+    "titans": {
+        "learning_rate": WRITES,
+        "key": UNIT,
+        "momentum": 4 * WRITES,
+        "log_decay": FORGETS,
+    },
     "mamba3": {
         "step_size": -FORGETS,
         "log_decay": FORGETS,

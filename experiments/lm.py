@@ -17,6 +17,7 @@ if not __package__:  # run as `python experiments/lm.py`
 
 from experiments.harness import checks, command, folders
 from experiments.harness.metrics import read_json, write_atomically
+from experiments.harness.options import Mechanisms
 from experiments.harness.text_options import TextOptions, presets
 from experiments.tasks.task import Task
 
@@ -33,8 +34,7 @@ class Config(TextOptions):
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
-    mechanisms: tuple[str, ...] = COMPARED
+    mechanisms: Mechanisms = COMPARED
     # Further held-out sets of needles and phone books, for bytes; see `experiments.tasks.probes`.
     probes: bool = False
 
@@ -96,10 +96,12 @@ class Config(TextOptions):
 
         name, _, path = self.corpus.partition(":")
         if name == "dna":
-            return dna.NextBase(length=self.context, path=path)
+            # At least 2**17 bases are held out, for validation and for the test.
+            held = max(dna.NextBase.held, 2**17 // self.context)
+            return dna.NextBase(length=self.context, held=held, path=path)
         if name == "mnist":
             return images.MNISTPixels(path=path)
-        return images.TASKS["digit_pixels"]["small"]
+        return images.NextPixel(images=images.Digits())
 
     def check(self) -> None:
         super().check()

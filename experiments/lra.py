@@ -18,6 +18,7 @@ if not __package__:  # run as `python experiments/lra.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.harness import task_options
+from experiments.harness.options import Mechanisms
 from experiments.tasks import documents, images, listops, pathfinder
 
 COMPARED = ("softmax", "sliding_window", "linear", "nystrom")
@@ -30,8 +31,7 @@ class Config(task_options.TaskOptions):
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
-    mechanisms: tuple[str, ...] = COMPARED
+    mechanisms: Mechanisms = COMPARED
 
     tasks: ClassVar[task_options.Tasks] = {
         **listops.TASKS,

@@ -15,6 +15,7 @@ if not __package__:  # run as `python experiments/mlm.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.harness import command
+from experiments.harness.options import Mechanisms
 from experiments.harness.text_options import TextOptions, presets
 
 COMPARED = ("softmax", "sliding_window", "linformer", "nystrom")
@@ -29,8 +30,7 @@ class Config(TextOptions):
     finished run prints its table.
     """
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
-    mechanisms: tuple[str, ...] = COMPARED
+    mechanisms: Mechanisms = COMPARED
     seeds: tuple[int, ...] = (0, 1)  # seeds of parameters, order of the data and masks
     learning_rate: float | None = None  # peak learning rate; default 0.01 for muon, 0.003 for adamw
     eval_windows: int = 128  # held-out windows; each is evaluated under 7 disjoint masks

@@ -14,6 +14,7 @@ if not __package__:  # run as `python experiments/recall.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.harness import task_options
+from experiments.harness.options import Mechanisms
 from experiments.tasks import copying, mad, recall
 
 COMPARED = ("softmax", "linear", "based")
@@ -26,8 +27,7 @@ class Config(task_options.TaskOptions):
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
-    mechanisms: tuple[str, ...] = COMPARED
+    mechanisms: Mechanisms = COMPARED
 
     tasks: ClassVar[task_options.Tasks] = {**recall.TASKS, **copying.TASKS, **mad.TASKS}
 

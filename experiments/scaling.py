@@ -18,6 +18,7 @@ if not __package__:  # run as `python experiments/scaling.py`
 from experiments.harness import checks, command, folders, machine, report, statistics
 from experiments.harness.errors import UserError
 from experiments.harness.metrics import read_json
+from experiments.harness.options import Mechanisms
 from experiments.harness.report import markdown_table
 from experiments.harness.text_options import TextOptions, presets
 
@@ -48,8 +49,7 @@ class Config(TextOptions):
     table, and the folder may get a larger grid.
     """
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
-    mechanisms: tuple[str, ...] = COMPARED
+    mechanisms: Mechanisms = COMPARED
     widths: tuple[int, ...] = (32, 48, 64, 96)  # features per token, one model each
     all_steps: tuple[int, ...] = (125, 250, 500, 1000)  # training steps, one model each
     seeds: tuple[int, ...] = (0,)  # seeds of parameters and order of the data
@@ -122,13 +122,12 @@ def compute(config: TextOptions, task: Any, mechanism: str) -> int:
     import numpy as np
 
     from effattn.analysis import cost
-    from experiments.harness import models, optimisers, programs
+    from experiments.harness import models, programs
     from experiments.harness.schedules import Schedule
 
     schedule = Schedule(config.steps, config.batch, 1, config.steps)
-    optimiser = optimisers.make_optimiser(config.optimiser, config.steps, 0.1, 1.0, 0.0)
     build = models.builder(mechanism, config, task)
-    of = programs.Programs(build, optimiser, schedule, task)
+    of = programs.Programs(build, *programs.arguments_of(config, schedule, task))
     params, state = jax.eval_shape(of.init, 0)
     batch = programs.in_parts(task.training(config.batch, 0, 0), config.batch)
     return cost.operations(jax.make_jaxpr(of.one_step)(params, state, np.float32(1), batch))
@@ -184,7 +183,7 @@ def interval(values: Any) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def spread(value: float, interval: Sequence[float]) -> str:
+def with_interval(value: float, interval: Sequence[float]) -> str:
     """Returns the text of a value with its interval."""
     return f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
 
@@ -192,16 +191,16 @@ def spread(value: float, interval: Sequence[float]) -> str:
 def text_of(law: Mapping[str, Any], name: str) -> str:
     """Returns the text of a fitted value, E for "log E"; a value at its bound is marked."""
     value = law["values"][name]
-    text = f"{math.exp(value):.3f}" if name == "log E" else spread(value, law["intervals"][name])
+    text = (
+        f"{math.exp(value):.3f}"
+        if name == "log E"
+        else with_interval(value, law["intervals"][name])
+    )
     return text + (f", {AT_BOUND}" if name in law["at_bound"] else "")
 
 
 def markdown(summary: Mapping[str, Any]) -> str:
     """Returns the Markdown report."""
-
-    def with_half(loss: statistics.Mean) -> str:
-        return f"{loss.value:.3f}" + ("" if loss.half is None else f" ± {loss.half:.3f}")
-
     rows, kaplan = [], []
     for mechanism, fit in summary["fits"].items():
         law, share, front = fit["chinchilla"], fit["optimal_parameters"], fit["frontier"]
@@ -209,7 +208,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
             [
                 mechanism,
                 *(text_of(law, n) for n in ("alpha", "beta", "log E")),
-                spread(share["value"], share["interval"]),
+                with_interval(share["value"], share["interval"]),
                 "-" if front["exponent"] is None else f"{front['exponent']:.3f}",
                 f"{law['residual']:.4f}",
             ]
@@ -225,7 +224,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
             f"{parameters:,}",
             f"{tokens:,}",
             f"{compute:.2e}",
-            with_half(statistics.mean(losses)),
+            str(statistics.mean(losses)),
         ]
         for (mechanism, width, parameters, tokens, compute), losses in of_models.items()
     ]
@@ -260,21 +259,17 @@ def markdown(summary: Mapping[str, Any]) -> str:
 
 def draw(summary: Mapping[str, Any]) -> Any:
     """Draws the loss against compute, with the frontier, and the fits against parameters."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
     import numpy as np
 
-    from effattn.analysis.style import COLOURS, MARKERS
+    from effattn.analysis.style import line
     from experiments.harness import fits
-    from experiments.harness.figure import legend_below
+    from experiments.harness.figure import legend_below, plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained", sharey=True)
     for index, (mechanism, fit) in enumerate(summary["fits"].items()):
         points = [p for p in summary["points"] if p["mechanism"] == mechanism]
-        style = {"color": COLOURS[index % len(COLOURS)]}
-        mark = {**style, "marker": MARKERS[index % len(MARKERS)], "linestyle": "none"}
+        mark = line(index) | {"linestyle": "none"}
+        style = {"color": mark["color"]}
         axes[0].plot(
             [p["compute"] for p in points], [p["loss"] for p in points], **mark, label=mechanism
         )

@@ -15,7 +15,7 @@ if not __package__:  # run as `python experiments/seq2seq.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.harness import checks, command
-from experiments.harness.options import Options
+from experiments.harness.options import Mechanisms, Options
 from experiments.tasks import pairs
 
 COMPARED = ("softmax", "sliding_window", "linear")
@@ -31,9 +31,8 @@ class Config(Options):
 
     preset: Literal["small", "published"] = "small"  # defaults of the other options
     task: str = "reverse"  # sort, reverse, dates, or a file of lines SOURCE, tab, TARGET
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
-    mechanisms: tuple[str, ...] = COMPARED
-    side: Literal["encoder", "decoder", "cross_attention"] = "encoder"  # what has the mechanisms
+    mechanisms: Mechanisms = COMPARED
+    side: Literal["encoder", "decoder", "cross_attention"] = "encoder"  # its mechanism is compared
     encoder: str = "softmax"  # mechanism of the encoder, if it is not the compared side
     decoder: str = "softmax"  # mechanism of the decoder, if it is not the compared side
     cross_attention: str = "softmax"  # mechanism from decoder to encoder, if not compared
@@ -60,7 +59,7 @@ class Config(Options):
         return super().fits(capabilities) and "lengths" in capabilities
 
     def sides(self) -> dict[str, str]:
-        """Returns the mechanism of each side that is not compared."""
+        """Returns the mechanism of each side by name; that of `side` is not used."""
         names = ("encoder", "decoder", "cross_attention")
         return {name: getattr(self, name) for name in names}
 

@@ -109,6 +109,13 @@ def nothing_tuned(monkeypatch, tmp_path):
     cache.warn_once.cache_clear()
 
 
+@pytest.fixture
+def x64():
+    """Arrays of 64 bits."""
+    with jax.enable_x64(True):
+        yield
+
+
 _tests = itertools.count(1)
 
 

@@ -56,6 +56,7 @@ def test_loads_nothing_heavy(imported):
     assert "effattn" in modules
     heavy = {"flax", "optax", "chex", "llvmlite", "matplotlib", "triton", "pallas"}
     assert [module for module in modules if heavy & {*module.split(".")}] == []
+    assert not {"effattn.nn", "effattn.decode", "effattn.analysis"} & {*modules}
 
 
 def test_all_public_names_are_there():

@@ -75,5 +75,10 @@ def test_links_lead_to_files_and_headings(page):
             assert not anchor or anchor in anchors_of(linked), target
 
 
-def test_the_readme_counts_the_mechanisms():
-    assert f"It has {len(registry.names())} mechanisms" in PAGES[0].read_text(encoding="utf-8")
+def test_the_readme_and_the_site_count_the_mechanisms():
+    mechanisms = len(registry.names())
+    functions = sum(registry.get(name).function is not None for name in registry.names())
+    readme, site = ((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/index.md"))
+    assert f"It has {mechanisms} mechanisms" in readme
+    assert f"and {functions} are pure functions" in readme
+    assert f"{mechanisms} mechanisms as Flax modules, {functions} of them" in site

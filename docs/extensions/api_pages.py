@@ -75,7 +75,7 @@ def overview() -> str:
 
 
 def has_text(module: str, name: str) -> bool:
-    """Whether a function or class has a docstring; other values cannot have one."""
+    """Returns whether a function or class has a docstring; other values cannot have one."""
     value = getattr(importlib.import_module(module), name)
     return not callable(value) or bool(inspect.getdoc(value))
 

@@ -23,8 +23,8 @@ KINDS: Mapping[str, str] = MappingProxyType(
 # Drawbacks of each family, compared with exact softmax attention.
 _GIVES_UP: Mapping[str, str] = MappingProxyType(
     {
-        "exact": "it is another function than plain softmax attention: a model trained with that "
-        "has to be trained again",
+        "exact": "it is another function than plain softmax attention: a model trained with "
+        "softmax attention has to be trained again",
         "sparse": "a token reads only the tokens of its pattern; other tokens reach it through "
         "several layers, or not at all",
         "low rank": "distant tokens are read as a few summaries, not one by one",

@@ -36,7 +36,9 @@ def catalogue(needs: Sequence[str] = (), kind: str | None = None, family: str | 
         and family in (None, entry.family)
     ]
     if not listed:
-        raise ValueError("no mechanism has all that was asked for; ask for less")
+        asked = {"capabilities": ", ".join(needs), "kind": kind, "family": family}
+        words = ", ".join(f"{name} {value}" for name, value in asked.items() if value)
+        raise ValueError(f"no mechanism has {words}; leave one of these out")
     lines = [f"{'mechanism':31}{'direction':26}{'decodes':9}kind"]
     for group in families:
         of_group = [entry for entry in listed if entry.family == group]

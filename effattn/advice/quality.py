@@ -17,11 +17,12 @@ The file `quality.json` beside this module is optional. Its schema:
       ]
     }
 
-A score is an accuracy, 0 for guesses where the task measures that; or the least loss of all
-mechanisms over the loss. Mechanisms are measured on different tasks, so their mean scores do not
-compare; means of the difference from `typical` do. `source` names the table and its number of
-seeds; `python -m experiments.report` writes the file from tables of twelve or more mechanisms, and
-leaves out mechanisms that are in fewer than three such tables of a direction.
+A score is an accuracy, rescaled so that guessing scores 0 if the task measures that; or, for tasks
+with a loss, the smallest loss of all mechanisms divided by the loss of this mechanism. Mechanisms
+are measured on different tasks, so their mean scores do not compare; means of the difference from
+`typical` do. `source` names the table and its number of seeds; `python -m experiments.report`
+writes the file from tables of twelve or more mechanisms, and leaves out mechanisms that are in
+fewer than three such tables of a direction.
 """
 
 import json

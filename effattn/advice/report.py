@@ -102,7 +102,10 @@ class Option:
         if self.name != REFERENCE and not self.pays:
             found.append("these costs are too high to rank above exact softmax attention")
         elif self.name != REFERENCE and not self.may_lead:
-            found.append("ranks below it, as it compares no tokens and its quality is not known")
+            found.append(
+                "ranks below exact softmax attention, as it compares no tokens and its quality is "
+                "not known"
+            )
         if self.error is not None:
             found.append(f"the output on the sample has an error of {self.error:.2g}")
         elif self.error_note:

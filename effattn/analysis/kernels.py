@@ -22,11 +22,13 @@ from effattn.dispatch.choice import PLATFORMS
 
 ROWS, HEADS, KEY_HEADS = 2, 4, 2
 
-# A kernel may err so many times as much as XLA in the same dtype, and so many roundings anyway. On
-# GPUs a product in float32 is three products of TensorFloat-32, which are exact to 2**-22.
+# The error of a kernel may be TIMES the error of XLA in the same dtype, or ROUNDINGS roundings of
+# the dtype, whichever is larger. On GPUs a product in float32 is three products of TensorFloat-32,
+# which are exact to 2**-22.
 TIMES, ROUNDINGS, ROUNDINGS_ON_GPU = 3.0, 2.0, 8.0
 
-# Errors are relative to the RMS of an array, but at least to so much of the largest RMS of a case.
+# Errors are relative to the RMS of an array, or to SMALLEST times the largest RMS of the case,
+# whichever is larger.
 SMALLEST = 1e-3
 # An array with an RMS below this share of the largest RMS is zero but for rounding. Its error is
 # relative to the largest RMS.

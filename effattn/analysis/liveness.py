@@ -48,8 +48,9 @@ class Compiler(NamedTuple):
 
     Attributes:
       platform: platform whose branch of platform-dependent code runs; None is the default branch.
-      recomputes: a value with several readers is stored only if it is smaller than the buffers that
-        it is computed from. If not, it is stored also if one of the readers waits for another.
+      recomputes: if True, a value with several readers is stored only if it is smaller than the
+        buffers that it is computed from. If False, it is stored also if one of the readers waits
+        for another.
       breadth_first: operations run as soon as their inputs are there, in breadth-first order, and
         not in the order of the program.
       transposes: a matrix product whose left operand contracts other axes than the last ones copies

@@ -20,7 +20,7 @@ def within(lengths: jax.Array, size: int) -> jax.Array:
 def valid(lengths: jax.Array | None, segment_ids: jax.Array | None, size: int) -> jax.Array | None:
     """Mask of the tokens that are not padding, bool `(*B, size)`; None if all are valid."""
     before_end = None if lengths is None else within(lengths, size)
-    return both(before_end, None if segment_ids is None else segment_ids != 0)
+    return both(before_end, None if segment_ids is None else jnp.not_equal(segment_ids, 0))
 
 
 def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
@@ -97,21 +97,38 @@ def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     return index - starts_of_runs(segment_ids)
 
 
+def first_of_runs(ids: jax.Array) -> jax.Array:
+    """True at the first token of each run of equal `ids (*B, T)`, bool `(*B, T)`."""
+    first = jnp.ones_like(ids[..., :1], bool)
+    return jnp.concatenate([first, ids[..., 1:] != ids[..., :-1]], -1)
+
+
+def last_of_runs(ids: jax.Array) -> jax.Array:
+    """True at the last token of each run of equal `ids (*B, T)`, bool `(*B, T)`."""
+    last = jnp.ones_like(ids[..., :1], bool)
+    return jnp.concatenate([ids[..., 1:] != ids[..., :-1], last], -1)
+
+
 def starts_of_runs(ids: jax.Array) -> jax.Array:
     """Index of the first token of each token's run of equal `ids (*B, T)`, int32 `(*B, T)`."""
     index = lead(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.ndim)
-    starts = jnp.where(ids[..., 1:] != ids[..., :-1], index[..., 1:], 0)
-    first = jnp.zeros_like(ids[..., :1], jnp.int32)
-    starts = jnp.concatenate([first, starts], axis=-1)
+    starts = jnp.where(first_of_runs(ids), index, 0)
     return jax.lax.cummax(starts, axis=starts.ndim - 1)
+
+
+def ends_of_runs(ids: jax.Array) -> jax.Array:
+    """Index after the last token of each token's run of equal `ids (*B, T)`, int32 `(*B, T)`."""
+    length = ids.shape[-1]
+    index = lead(jnp.arange(length, dtype=jnp.int32), ids.ndim)
+    ends = jnp.where(last_of_runs(ids), index + 1, length)
+    return jax.lax.cummin(ends, axis=ends.ndim - 1, reverse=True)
 
 
 def sums_of_runs(x: jax.Array, ids: jax.Array | None) -> jax.Array:
     """Cumulative sums of `x (*B, T, N)` over tokens, for each run of equal `ids (*B, T)` apart."""
     if ids is None:
         return jnp.cumsum(x, -2)
-    first = jnp.ones_like(ids[..., :1], bool)
-    is_first = jnp.concatenate([first, ids[..., 1:] != ids[..., :-1]], -1)
+    is_first = first_of_runs(ids)
 
     def joined(before, after):
         (sums, starts), (more, starts_again) = before, after

@@ -241,7 +241,7 @@ def attend(
             return cudnn.attend(*whole, given)
         chosen = chosen._replace(names=tuple(n for n in chosen.names if n != "cudnn"))
     config = dataclasses.replace(config, implementations=chosen)
-    layout, for_kernels = operands.layout, not {*chosen.names}.isdisjoint(dispatch.PALLAS)
+    layout, for_kernels = operands.layout, not {*chosen.names}.isdisjoint(dispatch.TILED)
     if layout is not None and for_kernels and not layout.is_traced:
         # Transposed here, in NumPy: within the program the number of listed tiles is not known.
         operands = operands._replace(layout_of_keys=layout.transpose())

@@ -77,8 +77,11 @@ def signature(config: Config, x: Inputs) -> str:
         "right": config.right,
     }
     about = [f"{name} {cache.rounded(n)}" for name, n in sizes.items() if n is not None]
-    operands = ("additive", "bias", "mask", "key_mask", "segments", "offset", "positions")
+    operands = ("scale", "additive", "mask", "key_mask", "segments", "offset", "positions")
     about += [name for name in operands if getattr(x, name) is not None]
+    if x.bias is not None:
+        shared = " x ".join("1" if size == 1 else "n" for size in x.bias.shape[-4:])
+        about.append(f"bias of {x.bias.dtype}, {shared}")
     if x.layout is not None:
         counts = x.layout.partial_indices.shape[-1], x.layout.full_indices.shape[-1]
         about.append(f"layout of {config.tile} with {counts}")
@@ -148,10 +151,9 @@ def _attend_bwd(config: Config, saved, cotangents):
         out, out_error = (each.astype(softmax_dtype(x)) for each in (out, out_error))
         out += out_error
     lse, (d_out, d_lse) = dtypes.logarithms(lse), cotangents
-    # L is rounded: in float32, beside a bias of -1e9, L loses the logarithm of the number of keys
-    # (log 64 for 64 equal logits). All recomputed weights of a row
-    # are then wrong by the same factor. The gradients are linear in dO and delta, so the factor
-    # that corrects the weights multiplies dO and delta instead.
+    # The factor corrects the recomputed weights exp(logits - L) of a row for the rounding of L: in
+    # float32, beside a bias of -1e9, L loses the logarithm of the number of keys (log 64 for 64
+    # equal logits). As the gradients are linear in dO and delta, it multiplies these two.
     factor = jnp.exp(-lse_error)
     wide_d_out = d_out.astype(out.dtype)
     delta = ((wide_d_out * out).sum(-1) - d_lse) * factor

@@ -98,7 +98,7 @@ def choose(
     chosen = dispatch.choose(implementation, _call(mechanism, *index))
 
     def by_kernel(index, places):
-        from effattn.llvm import key_choice  # imported on first use: it imports a slow module
+        from effattn.llvm import key_choice  # imported on first use, as it imports llvmlite
 
         last = jnp.minimum(places.positions, jnp.minimum(places.limits[..., None], keys) - 1)
         form = _positions_by_xla(places.segments is not None)
@@ -118,12 +118,12 @@ def _call(mechanism: str, *arrays: jax.Array) -> dispatch.Call:
     """Description of a call, for `dispatch.choose`; the first array has queries, `(*B, T, ...)`."""
 
     def refusal():
-        from effattn.llvm import chosen_keys  # imported on first use: it imports a slow module
+        from effattn.llvm import chosen_keys  # imported on first use, as it imports llvmlite
 
         return chosen_keys.refusal(*arrays)
 
     def limits(name):
-        from effattn.llvm import chosen_keys  # imported on first use: it imports a slow module
+        from effattn.llvm import chosen_keys  # imported on first use, as it imports llvmlite
 
         return chosen_keys.LIMITS if name == "llvm" else dispatch.Limits()
 
@@ -157,10 +157,10 @@ def _choose_by_xla(index: Index, places: Places, count: int) -> Chosen:
 
 @functools.cache  # so that equal calls reuse one compiled program
 def _positions_by_xla(is_packed: bool) -> Callable[..., jax.Array]:
-    """Returns what `key_choice.choose` computes, in XLA for an example."""
+    """The form of `key_choice.choose` in XLA, for one example."""
 
     def run(query, key, weights, last, query_ids, key_ids, count):
-        from effattn.llvm import key_choice  # imported on first use: it imports a slow module
+        from effattn.llvm import key_choice  # imported on first use, as it imports llvmlite
 
         segments = (query_ids, key_ids) if is_packed else None
         places = Places(last, jnp.int32(key.shape[-2]), segments)
@@ -213,7 +213,7 @@ def attend(
         return _attend_by_xla(heads, chosen, scale, precision)
 
     def by_kernel(heads, chosen):
-        from effattn.llvm import chosen_keys  # imported on first use: it imports a slow module
+        from effattn.llvm import chosen_keys  # imported on first use, as it imports llvmlite
 
         query, key, value = heads
         factor = scale

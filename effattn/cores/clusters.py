@@ -144,9 +144,3 @@ def sort(arrays, num_keys):
 def positions(like):
     """Int32 indices along the last axis."""
     return lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1)
-
-
-def is_first(ids):
-    """True at entries that differ from the entry before."""
-    changes = ids[..., 1:] != ids[..., :-1]
-    return jnp.pad(changes, [(0, 0)] * (ids.ndim - 1) + [(1, 0)], constant_values=True)

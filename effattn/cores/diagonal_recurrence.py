@@ -5,8 +5,8 @@ For one head, with queries and keys of F features, values and steps dt of D, and
     S_t = exp(A^T * dt_t) * S_(t-1) + k_t (dt_t * v_t)^T        (F, D), * elementwise
     y_t = S_t^T q_t
 
-This module chooses the implementation. Each implementation is a module with the function
-`diagonal_recurrence`, which has derivatives, beside what `effattn.dispatch.Implementations` names.
+This module chooses the implementation. Each implementation is a module with a differentiable
+function `diagonal_recurrence`, and with what `effattn.dispatch.Implementations` needs.
 """
 
 import functools

@@ -13,7 +13,12 @@ from jax.sharding import PartitionSpec
 from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead, over_batch
 from effattn.arrays.gathers import permute
-from effattn.arrays.segments import positions_from_segment_ids, starts_of_runs, within
+from effattn.arrays.segments import (
+    ends_of_runs,
+    positions_from_segment_ids,
+    starts_of_runs,
+    within,
+)
 from effattn.cores import attention, folding
 from effattn.patterns import Causal
 from effattn.patterns.layouts import BlockLayout
@@ -112,8 +117,7 @@ def _of_row(ids, size):
     count = number_of_blocks(length, size)
     token = jnp.arange(length, dtype=jnp.int32)
     start = starts_of_runs(ids)
-    is_last = jnp.append(ids[1:] != ids[:-1], True)
-    end = jax.lax.cummin(jnp.where(is_last, token + 1, length), reverse=True)
+    end = ends_of_runs(ids)
     # The block that begins at a token ends after `size` tokens of its document, or before the first
     # document that does not fit.
     later = jnp.minimum(token + size, length)
@@ -182,9 +186,10 @@ def attend(
       value: `(*B, T, K, Hv)`.
       given: the checked arguments, with segment ids that queries and keys share.
       size: b, tokens in a block.
-      allowed: `(m, n, blocks) -> bool (*B, #K, n, n)`: whether queries of block m of a document
-        attend to its block n, if it has so many blocks with keys; all are int32, `(*B, 1, n, 1)`,
-        `(*B, 1, 1, n)` and `(*B, 1, n, 1)`.
+      allowed: `(i, j, count) -> bool (*B, #K, n, n)`: whether queries in block i of a document
+        attend to keys in its block j. The int32 arrays i `(*B, 1, n, 1)` and j `(*B, 1, 1, n)`
+        count from the first block of the document, and count `(*B, 1, n, 1)` is its number of
+        blocks with keys.
       first_block: bool `(#K)`, whether the first block of a document attends to itself. None means
         that all blocks attend to themselves.
     """

@@ -197,7 +197,8 @@ def without_capacity(
     place = inverse_of(order)
     sizes = _is_expert(expert, number).sum(0, dtype=jnp.int32)
     rows = take(x.reshape(-1, x.shape[-1]), order // count, place.reshape(-1, count))
-    # Rows behind the last group belong to no expert, and what products give for them is undefined.
+    # Rows after the last group belong to no expert, and `lax.ragged_dot` leaves their products
+    # undefined.
     is_computed = jnp.arange(len(rows), dtype=jnp.int32) < sizes.sum(dtype=jnp.int32)
     rows = jnp.where(is_computed[:, None], rows, 0)
     out = _feed_forward(activation, kernels, rows, lambda x, w: lax.ragged_dot(x, w, sizes))

@@ -71,7 +71,7 @@ def solve(
             return conjugate_gradients(product, query, num_steps)
 
         def by_kernel(query):
-            from effattn.llvm import mesa  # imported on first use: it imports a slow module
+            from effattn.llvm import mesa  # imported on first use, as it imports llvmlite
 
             return mesa.solve(query, *equations, num_steps=num_steps)
 

@@ -225,7 +225,7 @@ def _attend_whole(
         return _attend_branches(settings, heads, compressed, gates, 0, limits, **options)
 
     def by_kernel(heads, compressed, gates, limits):
-        from effattn.llvm import native_sparse  # imported on first use: it imports a slow module
+        from effattn.llvm import native_sparse  # imported on first use, as it imports llvmlite
 
         query, key, value = heads
         scale = options["scale"]
@@ -260,12 +260,12 @@ def _call_of(heads: Heads, others: tuple[jax.Array, ...]) -> dispatch.Call:
     refusals = {name: found.refusals[name] for name in (*packed_pairs.KERNELS, "xla")}
 
     def refusal():
-        from effattn.llvm import native_sparse  # imported on first use: it imports a slow module
+        from effattn.llvm import native_sparse  # imported on first use, as it imports llvmlite
 
         return native_sparse.refusal(*heads, *others)
 
     def limits(name):
-        from effattn.llvm import native_sparse  # imported on first use: it imports a slow module
+        from effattn.llvm import native_sparse  # imported on first use, as it imports llvmlite
 
         return native_sparse.LIMITS if name == "llvm" else found.limits(name)
 

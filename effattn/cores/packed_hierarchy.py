@@ -103,8 +103,8 @@ def _siblings(
 ) -> Summaries:
     """The sibling pieces of each block, `(*B, n, levels * r, ...)`.
 
-    From the highest level on, the second half of each unit takes over what the first half has
-    found, by static shifts, whose gradients are shifts.
+    From the highest level down, the second half of each unit copies the siblings of the first half,
+    by static shifts, whose gradients are shifts.
     """
     axis = number.ndim - 1
     siblings: Summaries | None = None

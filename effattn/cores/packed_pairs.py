@@ -2,7 +2,7 @@
 
 The pairs of a query and a block are sorted by block. The queries of a block's pairs are then a
 document, and so are the keys of the block: one call of block attention over packed documents
-computes all pairs, and each query combines what it finds in its blocks.
+computes all pairs. The results of a query's blocks are then combined by their log-sum-exps.
 """
 
 import functools

@@ -132,8 +132,8 @@ def before(
       core: the recurrence of a configuration, `(*inputs) -> (output, state)`.
       config: the configuration.
       x: the inputs; the state is that before the whole sequence.
-      total_decay: the product of the decays of all tokens, which broadcasts to the state, if the
-        terms do not tell it.
+      total_decay: the product of the decays of all tokens, which broadcasts to the state; None if
+        it follows from the decays in the terms.
 
     Returns:
       Two states; outside of `sequence_parts.along` the given state, and None.

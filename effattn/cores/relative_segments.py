@@ -18,7 +18,7 @@ from effattn.arrays.axes import lead
 
 
 class Places(NamedTuple):
-    """Where tokens stand.
+    """Positions and documents of tokens.
 
     Attributes:
       position: int `(B, L)`, from the start of the document.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import dtypes
+from effattn.arrays.segments import first_of_runs, last_of_runs
 from effattn.cores import passed_states, sequence_parts
 from effattn.xla.linear_scan import max_plus_scan
 
@@ -114,8 +115,5 @@ def _maxima_since(x, starts, reverse=False):
 
 def maxima_of_documents(x: jax.Array, ids: jax.Array) -> jax.Array:
     """The maximum of `x (*B, S, K)` over each contiguous run of equal ids."""
-    changes = ids[..., 1:] != ids[..., :-1]
-    edge = jnp.ones_like(ids[..., :1], bool)
-    so_far = _maxima_since(x, jnp.concatenate([edge, changes], -1)[..., : ids.shape[-1]])
-    ends = jnp.concatenate([changes, edge], -1)[..., : ids.shape[-1]]
-    return _maxima_since(so_far, ends, reverse=True)
+    so_far = _maxima_since(x, first_of_runs(ids))
+    return _maxima_since(so_far, last_of_runs(ids), reverse=True)

@@ -1,7 +1,7 @@
 """Sequences that the devices of a mesh axis hold in parts: device n has the n-th part.
 
 `along` sets the mesh axis while a function of `effattn.parallel` runs. Mechanisms and modules then
-ask here for what their own tokens do not show: the tokens before them, and their positions.
+call this module for the tokens before their own part, and for the positions in the whole sequence.
 """
 
 import contextlib
@@ -183,7 +183,7 @@ def current() -> Parts | None:
 
 @contextlib.contextmanager
 def along(form: str, axis_name: str) -> Iterator[Parts]:
-    """Within, mechanisms exchange along a mesh axis by the form, and others are refused."""
+    """Context in which mechanisms of a form exchange along a mesh axis, and others are refused."""
     parts = Parts(form, axis_name)
     with _current(parts):
         yield parts
@@ -191,7 +191,7 @@ def along(form: str, axis_name: str) -> Iterator[Parts]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Within, mechanisms run as on one device, on what the form has exchanged."""
+    """Context in which mechanisms run as on one device, as it has all tokens that they need."""
     with _current(None):
         yield
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays.gathers import inverse_of
-from effattn.arrays.segments import positions_from, starts_of_runs
+from effattn.arrays.segments import ends_of_runs, positions_from, starts_of_runs
 
 # Minimum tokens of a head whose logits are in memory at a time.
 _TOKENS_AT_A_TIME = 1024
@@ -97,12 +97,7 @@ def sort(buckets, documents, size, is_causal) -> tuple[Sorted, Spans]:
 
 def _spans(of_places) -> Spans:
     """The spans of runs of equal numbers `(T,)`."""
-    length = of_places.shape[0]
-    index = jnp.arange(length, dtype=jnp.int32)
-    start = starts_of_runs(of_places)
-    change = of_places[1:] != of_places[:-1]
-    end = jnp.pad(jnp.where(change, index[1:], length), (0, 1), constant_values=length)
-    return Spans(start, lax.cummin(end, reverse=True))
+    return Spans(starts_of_runs(of_places), ends_of_runs(of_places))
 
 
 def groups_of(length: int, size: int) -> int:

@@ -73,9 +73,9 @@ class Decoder:
     ) -> Any:
         """Returns an empty state for `batch` rows of up to `max_length` tokens each.
 
-        `max_length` does not limit a state of constant size. It limits a state of the last w tokens
-        only if it is less than w. `per_token` holds one token of the
-        further arrays that `extend` gets, `(B, 1, ...)`, or their `jax.ShapeDtypeStruct`.
+        `max_length` does not limit a state of constant size. It limits a state that keeps the last
+        w tokens only if it is less than w. `per_token` holds one token of the further arrays that
+        `extend` gets, `(B, 1, ...)`, or their `jax.ShapeDtypeStruct`.
         """
         dtype = check_init(batch, max_length, dtype)
         self._check_options()

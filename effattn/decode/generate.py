@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,68 @@ def generate(
       ValueError: an argument is out of its range or missing, or concrete tokens are outside the
         vocabulary.
     """
+    given = _checked(
+        model, prompt, lengths, global_mask, max_new_tokens, temperature, top_k, top_p, rng, eos_id
+    )
+    rows = len(given.prompt)
+    if 0 in (rows, given.max_new_tokens):
+        return jnp.zeros((rows, given.max_new_tokens), jnp.int32)
+    leaves, structure = jax.tree.flatten(model)
+    arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+    statics = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
+    run = functools.partial(
+        _generate,
+        statics=statics,
+        structure=structure,
+        max_new_tokens=given.max_new_tokens,
+        top_k=top_k,
+    )
+    arguments = (
+        arrays,
+        given.prompt,
+        given.lengths,
+        given.global_mask,
+        None if given.is_greedy else divisor(temperature, jnp.float32),
+        None if top_p is None else jnp.asarray(top_p, jnp.float32),
+        None if given.is_greedy else rng,
+        None if given.ends is None else narrow(given.ends),
+    )
+    # Tracing finds the vocabulary size; the call below reuses the traced program.
+    _, of_vocabulary = _generate.eval_shape(*arguments, **run.keywords)
+    (size,) = of_vocabulary.shape[1:]
+    valid = within(given.lengths, given.prompt.shape[1])
+    check_vocabulary("prompt", given.prompt, valid, size)
+    if given.ends is not None:
+        check_vocabulary("eos_id", given.ends, None, size)
+    return run(*arguments)[0]
+
+
+class _Checked(NamedTuple):
+    """Checked arguments of `generate`; `ends` are those of `eos_id`.
+
+    With `is_greedy`, the likeliest token is taken instead of a drawn one.
+    """
+
+    prompt: jax.Array
+    lengths: jax.Array
+    global_mask: jax.Array | None
+    max_new_tokens: int
+    ends: jax.Array | None
+    is_greedy: bool
+
+
+def _checked(
+    model: Any,
+    prompt: Any,
+    lengths: Any,
+    global_mask: Any,
+    max_new_tokens: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    rng: Any,
+    eos_id: Any,
+) -> _Checked:
     missing = [name for name in ("init_state", "extend") if not hasattr(model, name)]
     if missing:
         raise ValueError(
@@ -99,43 +161,15 @@ def generate(
         raise ValueError(
             f"temperature must be 0 (greedy), or positive and finite, got {temperature}"
         )
-    greedy = is_concrete(temperature) and temperature == 0
-    if greedy and (top_k is not None or top_p is not None):
+    is_greedy = is_concrete(temperature) and temperature == 0
+    if is_greedy and (top_k is not None or top_p is not None):
         raise ValueError(
             "temperature=0 takes the likeliest token and needs top_k=None and top_p=None, got "
             f"top_k={top_k}, top_p={top_p}; leave them out or give a positive temperature"
         )
-    if not greedy:
+    if not is_greedy:
         check_draw(rng, temperature, top_k, top_p)
-    if 0 in (prompt.shape[0], max_new_tokens):
-        return jnp.zeros((prompt.shape[0], max_new_tokens), jnp.int32)
-    leaves, structure = jax.tree.flatten(model)
-    arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-    statics = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-    run = functools.partial(
-        _generate,
-        statics=statics,
-        structure=structure,
-        max_new_tokens=max_new_tokens,
-        top_k=top_k,
-    )
-    arguments = (
-        arrays,
-        prompt,
-        lengths,
-        global_mask,
-        None if greedy else divisor(temperature, jnp.float32),
-        None if top_p is None else jnp.asarray(top_p, jnp.float32),
-        None if greedy else rng,
-        None if ends is None else narrow(ends),
-    )
-    # Tracing finds the vocabulary size; the call below reuses the traced program.
-    _, of_vocabulary = _generate.eval_shape(*arguments, **run.keywords)
-    (size,) = of_vocabulary.shape[1:]
-    check_vocabulary("prompt", prompt, within(lengths, prompt.shape[1]), size)
-    if ends is not None:
-        check_vocabulary("eos_id", ends, None, size)
-    return run(*arguments)[0]
+    return _Checked(prompt, lengths, global_mask, max_new_tokens, ends, is_greedy)
 
 
 def _ends(eos_id: Any) -> jax.Array:

@@ -28,7 +28,7 @@ class Sums:
     """Online softmax sums of the present segment for each of r slots; at least float32.
 
     Attributes:
-      largest: `(B, r, K)`, the largest score, -inf without tokens.
+      largest: `(B, r, K)`, the largest score; `dtypes.lowest` without tokens.
       weight: `(B, r, K)`, the sum of the weights exp(score - largest).
       key: `(B, r, K, H)`, the weighted sum of keys.
       value: `(B, r, K, Hv)`, the weighted sum of values.

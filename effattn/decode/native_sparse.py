@@ -20,7 +20,8 @@ class NativeSparseState:
     Attributes:
       key: `(B, S, K, H)`, S the capacity.
       value: `(B, S, K, Hv)`.
-      compressed_key: `(B, M, K, H)`, one for each compressed block of S tokens.
+      compressed_key: `(B, M, K, H)`, one for each of the M compressed blocks of S tokens; zeros for
+        blocks that are not complete.
       compressed_value: `(B, M, K, Hv)`.
       length: `(B,)` int32, tokens seen.
     """

@@ -34,23 +34,32 @@ def sample_token(
     Args:
       logits: `(..., V)`.
       rng: a `jax.random` key; required with a temperature.
-      temperature: positive and finite; None takes the likeliest token. A value below the smallest
-        normal number of the dtype is raised to that number.
+      temperature: positive and finite, one number or one for each row, `(...)`; None takes the
+        likeliest token. A value below the smallest normal number of the dtype is raised to that
+        number.
       top_k: between 1 and V.
-      top_p: in (0, 1].
+      top_p: in (0, 1], one number or one for each row, `(...)`.
 
     Returns:
       `(...)` int32.
 
     Raises:
-      ValueError: an argument is missing, or concrete and out of its range.
+      ValueError: an argument is missing, has the wrong shape, is concrete and out of its range, or
+        is for draws alone and given without a temperature.
     """
     logits = jnp.asarray(logits)
     if jnp.issubdtype(logits.dtype, jnp.inexact):
         logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
     if temperature is None:
+        given = {"rng": rng, "top_k": top_k, "top_p": top_p}
+        unused = [name for name, value in given.items() if value is not None]
+        if unused:
+            raise ValueError(
+                f"temperature=None takes the likeliest token and uses no {', '.join(unused)}; give "
+                "a temperature to draw, such as 1.0, or leave them out"
+            )
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    rng = check_draw(rng, temperature, top_k, top_p)
+    rng = check_draw(rng, temperature, top_k, top_p, logits.shape[:-1])
     # Random noise in 16 bits has too few distinct values.
     logits = _below_best(dtypes.widen(logits))
     if top_k is not None:
@@ -60,12 +69,12 @@ def sample_token(
             )
         smallest = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    logits = logits / divisor(temperature, logits.dtype)
+    logits = logits / divisor(temperature, logits.dtype)[..., None]
     if top_p is not None:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probability = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
-        top_p = jnp.asarray(top_p, logits.dtype)
+        top_p = jnp.asarray(top_p, logits.dtype)[..., None]
         kept = (before < top_p) | (top_p >= 1)
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         # The likeliest token has logit 0 and is always kept.
@@ -96,9 +105,15 @@ def is_number(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | numbers.Real)
 
 
-def check_draw(rng: Any, temperature: Any, top_k: Any, top_p: Any) -> jax.Array:
-    """Checks the arguments of a draw, as far as they are concrete, and returns the key."""
-    if not isinstance(rng, jax.Array | np.ndarray):
+def check_draw(
+    rng: Any, temperature: Any, top_k: Any, top_p: Any, rows: tuple[int, ...] = ()
+) -> jax.Array:
+    """Checks the arguments of a draw for `rows` of logits, as far as they are concrete.
+
+    Returns:
+      The key.
+    """
+    if rng is None:
         raise ValueError(
             f"temperature={temperature} draws tokens and needs rng, a jax.random key, got {rng!r}; "
             "to take the likeliest one pass temperature=0 to generate, or None to sample_token"
@@ -106,6 +121,11 @@ def check_draw(rng: Any, temperature: Any, top_k: Any, top_p: Any) -> jax.Array:
     for name, number in (("temperature", temperature), ("top_p", top_p)):
         if number is not None and not is_number(number):
             raise ValueError(f"{name} must be a number, got {number!r}")
+        if np.shape(number) not in ((), rows):
+            raise ValueError(
+                f"{name} must be one number, or one for each row, of shape {rows}, got shape "
+                f"{np.shape(number)}"
+            )
     if is_concrete(temperature):
         divisor = np.asarray(temperature)
         if not np.all((divisor > 0) & (divisor < np.inf)):
@@ -120,4 +140,4 @@ def check_draw(rng: Any, temperature: Any, top_k: Any, top_p: Any) -> jax.Array:
         share = np.asarray(top_p)
         if not np.all((share > 0) & (share <= 1)):
             raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-    return jnp.asarray(rng)
+    return jnp.asarray(checks.key("rng", rng))

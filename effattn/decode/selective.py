@@ -21,8 +21,8 @@ class SelectiveState:
       key: `(B, S, K, H)`, S the capacity.
       value: `(B, S, K, Hv)`.
       selection_key: `(B, S, 1, Hs)`.
-      selected: F of the next token, `(B, S)`, at least float32; by how much the tokens so far mask
-        each key.
+      selected: `(B, S)`, at least float32: by how much the tokens so far mask each cached key j for
+        the next query i, F_ij of `effattn.selective_attention`.
       length: `(B,)` int32, tokens seen.
     """
 

@@ -131,14 +131,18 @@ def save(choices: Mapping[str, Choice]) -> None:
         if path is None:
             raise OSError("this user has no home folder: set HOME or XDG_CACHE_HOME")
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Other processes may have written results since this one read the file.
+        for key, versions in _read(path).items():
+            known[key] = {**versions, **known.get(key, {})}
         # The file is replaced atomically, so that other processes never read half of it.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(_to_json(known), file, indent=1, sort_keys=True)
-        try:
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+            try:
+                json.dump(_to_json(known), file, indent=1, sort_keys=True)
+                file.close()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         warn_once(
             f"the results of effattn.tune are kept for this process alone: {path or 'their file'} "
@@ -153,8 +157,11 @@ Measured = dict[tuple[str, str], dict[str, Choice]]  # by device and call, then 
 def measured() -> Measured:
     """All known results: those read from the file, and those that this process has added."""
     path = cache_file()
-    if path is None:
-        return {}
+    return {} if path is None else _read(path)
+
+
+def _read(path: Path) -> Measured:
+    """The results in a file; none if the file cannot be read, with a warning if it is damaged."""
     try:
         return _from_json(json.loads(path.read_text()))
     except (FileNotFoundError, NotADirectoryError, PermissionError):

@@ -35,6 +35,8 @@ _FOR_GPU, _FOR_CPU = 128, 16
 # Ranges of the compute capabilities of GPUs.
 HOPPER, FROM_AMPERE = (9.0, 9.9), (8.0, math.inf)
 PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # fastest first
+# Kernels of GPUs and TPUs, which walk over the listed tiles of a layout.
+TILED = (*PALLAS, "jax_triton")
 
 
 class Chosen(NamedTuple):
@@ -120,8 +122,8 @@ def take_xla(function: str, value: Any) -> None:
         recorder.taken.append({"xla": Limits()})
 
 
-def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
-    """True if an argument `implementation` asks for a Pallas kernel.
+def asks_for_kernels(value: Any, suited: tuple[str, ...]) -> bool:
+    """True if an argument `implementation` asks for a kernel for GPUs or TPUs.
 
     None asks for a kernel if block-attention kernels are the default for the call on this machine;
     `suited` is as in `Call`.
@@ -129,7 +131,7 @@ def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
     names = requested(value)
     if names is None:
         return "cuda" in suited and _is_default(FROM_AMPERE)
-    return any(name in ("pallas", *PALLAS) for name in names)
+    return any(name in ("pallas", *TILED) for name in names)
 
 
 def suited(dtype: Any, tokens: Any) -> tuple[str, ...]:

@@ -128,7 +128,8 @@ def _spec_of(mesh, sharding, shape):
         starts = np.vectorize(lambda device, axis=axis: slices[device][axis].start or 0)
         first = starts(mesh.devices)
         number = first // min((n for n in first.flat if n), default=1)
-        # The number of a part is made of its device's places along mesh axes, as of digits.
+        # The number of a device's part is a sum of the device's coordinates along the mesh axes,
+        # each with a weight; an axis that does not divide the array has weight 0.
         weights = [np.take(number, 1 % size, n).flat[0] for n, size in enumerate(number.shape)]
         is_whole = (np.tensordot(weights, at, 1) == number).all()
         digits = zip(weights, mesh.axis_names, strict=True)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-# Names of the axes of an array; None for an axis that a device needs as a whole. Heads have one of
-# three names, of which the last two matter where devices share a head:
+# Names of the axes of an array; None for an axis that each device needs as a whole. An axis of
+# heads has one of three names, which differ only where several devices share a head.
 Names = tuple[str | None, ...]
-HEADS = "heads"
-SAME = "same heads"  # of a result that does not depend on the heads that share it
-ONCE = "heads once"  # of an operand that one of these devices counts; the others get zeros
+HEADS = "heads"  # operands: each device reads the head; results: the devices' parts are added
+SAME = "same heads"  # results: equal on these devices, so the part of one device counts
+ONCE = "heads once"  # operands: one of these devices reads the head, the others get zeros
 
 
 def rows(count: int) -> Names:

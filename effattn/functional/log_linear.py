@@ -72,7 +72,8 @@ def log_linear_attention(
     Fenwick tree: level l has at most 2^(l - 1) tokens, and each level has its state. The last level
     has all tokens that are further away, so the state keeps its size in sequences of any length.
 
-    Always causal. Time is O(T (C (H + Hv) + L H Hv)) for chunks of C tokens and L levels, memory
+    Always causal. Time is O(T (C (H + Hv) + L H Hv)) for chunks of C tokens and L levels, and
+    O(T L^2 H Hv / C) more for chunks that do not begin at a multiple of their size; memory is
     O(T (C + L H Hv / C)), the state L - 1 matrices H x Hv for each key head: with
     L = 1 + log2(T), O(log T). Derivatives in forward mode and of any order work.
 

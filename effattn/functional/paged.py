@@ -104,7 +104,9 @@ def paged_attention(
     counts = checks.lengths("lengths", lengths, (batch,))
     if counts is None:
         raise ValueError(f"lengths must be integers of shape ({batch},), got None")
-    _check_room(counts, table.shape[1] * rows)
+    room = table.shape[1] * rows
+    _check_room(counts, room)
+    counts = jnp.minimum(counts, min(room, 2**31 - 1))  # traced lengths cannot be checked
     _check_pages(checks.known(block_table), checks.known(lengths), key_pages.shape[:2])
     window = None if local_window_size is None else checks.window(local_window_size)
     if isinstance(local_window_size, tuple | list) and window is not None and window[1] != 0:
@@ -127,7 +129,7 @@ def paged_attention(
     call = IMPLEMENTATIONS.call(
         "paged_attention",
         *operands,
-        signature=functools.partial(_signature, *operands),
+        signature=functools.partial(_signature, config, *operands),
         differentiable=False,
         suited=("cuda",) if query.dtype.itemsize == 2 else (),
         is_partitioned=False,
@@ -142,19 +144,20 @@ def paged_attention(
     placed = mesh_axes.placed(attend, query, PartitionSpec(*axes, None), PartitionSpec(*axes))
     with jax.named_scope("paged_attention"):
         out, lse = placed(*operands)
-    out = out.astype(query.dtype if value_pages.dtype == jnp.int8 else value_pages.dtype)
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
-def _signature(query, keys, values, table, *_):
+def _signature(config, query, keys, values, table, *_):
     """Returns the tuning key: sizes that the time depends on, counts rounded to powers of two."""
     batch, tokens, heads, size = query.shape
     _, rows, key_heads, value_size = values.array.shape
     room = cache.rounded(table.shape[1] * rows)
+    window = "" if config.left is None else f", window {cache.rounded(config.left)}"
     return (
-        f"paged attention, {query.dtype} {keys.array.dtype}, sizes {size} and {value_size}, "
+        f"paged attention, {query.dtype} {keys.array.dtype} {values.array.dtype}, "
+        f"sizes {size} and {value_size}, "
         f"group {heads // key_heads}, heads {heads}, batch {cache.rounded(batch)}, "
-        f"queries {tokens}, pages of {rows}, room {room}"
+        f"queries {tokens}, pages of {rows}, room {room}{window}"
     )
 
 

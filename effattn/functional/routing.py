@@ -14,9 +14,9 @@ from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.combine import combine_at, combine_one_by_one
 from effattn.arrays.gathers import inverse_of, permute, pick
-from effattn.arrays.segments import valid
+from effattn.arrays.segments import first_of_runs, valid
 from effattn.cores import attention
-from effattn.cores.clusters import is_first, members, nearest, positions, ranked, sort
+from effattn.cores.clusters import members, nearest, positions, ranked, sort
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import Direction, Execution, Packing, Padding, Residual, Scale, Tile, declared
 
@@ -242,7 +242,7 @@ def _attend_causal(tokens: Tokens, centroids, size: int, given: attention.Argume
         by = (jnp.broadcast_to(given.segments[0][..., None, :], cluster.shape), cluster)
     *by, order = sort((*by, positions(cluster)), num_keys=len(by))
     inverse = inverse_of(order)
-    starts = functools.reduce(jnp.logical_or, map(is_first, by))
+    starts = functools.reduce(jnp.logical_or, map(first_of_runs, by))
     runs = jnp.cumsum(starts, -1, dtype=jnp.int32)
     if given.segments is not None:
         runs = jnp.where(by[0] == 0, 0, runs)

@@ -145,7 +145,7 @@ def with_pattern(query, key, given: attention.Arguments, pattern: Pattern) -> at
         )
     if 0 in (queries, keys):
         return given  # no pairs, so no tiles either
-    for_kernels = dispatch.asks_for_gpu_kernels(
+    for_kernels = dispatch.asks_for_kernels(
         given.implementation, dispatch.suited(query.dtype, queries)
     )
     tile = given.tile or tiling.choose_sparse_tile((queries, keys), for_kernels=for_kernels)

@@ -91,6 +91,33 @@ def factorized_synthesizer_attention(
         if time == keys:
             valid = within(lengths, time)[..., None, None]
             coarse, fine = jnp.where(valid, coarse, 0), jnp.where(valid, fine, 0)
+    seen_keys = jnp.full((batch,), keys) if lengths is None else lengths
+    out = _attend(coarse, fine, value, query_ids, key_ids, seen_keys, offset, is_causal)
+    if lengths is not None and time == keys:
+        out = jnp.where(valid, out, 0)
+    if query_ids is not None:
+        out = jnp.where(present, out, 0)
+    return out.astype(value.dtype)
+
+
+def _attend(coarse, fine, value, query_ids, key_ids, seen_keys, offset, is_causal):
+    """The outputs of checked arrays whose padding is zero.
+
+    Args:
+      coarse: `(B, T, N, l)`.
+      fine: `(B, T, N, m)`.
+      value: `(B, S, N, Hv)`.
+      query_ids: segment ids `(B, T)`, or None.
+      key_ids: segment ids `(B, S)`, or None.
+      seen_keys: int `(B,)`, the first keys that are not padding.
+      offset: int `(B,)`, the position of the first query.
+      is_causal: whether query t sees keys 0 to t only.
+
+    Returns:
+      `(B, T, N, Hv)` in at least float32.
+    """
+    batch, time = coarse.shape[:2]
+    size, keys = fine.shape[-1], value.shape[1]
     wide = dtypes.wide(value.dtype)
     blocks = -(-keys // size)
 
@@ -105,7 +132,6 @@ def factorized_synthesizer_attention(
         places = positions_from_segment_ids(key_ids)
         of_documents = tuple(map(in_blocks, (key_ids, places // size, places % size)))
     values = in_blocks(value)
-    seen_keys = jnp.full((batch,), keys) if lengths is None else lengths
 
     @jax.checkpoint
     def of_tile(first, a, b, ids):
@@ -154,12 +180,7 @@ def factorized_synthesizer_attention(
 
     of_queries = firsts, *map(tiles, (coarse, fine, query_ids))
     out = jax.lax.map(lambda of: of_tile(*of), of_queries)
-    out = jax.lax.collapse(jnp.moveaxis(out, 0, 1), 1, 3)[:, :time]
-    if lengths is not None and time == keys:
-        out = jnp.where(valid, out, 0)
-    if query_ids is not None:
-        out = jnp.where(present, out, 0)
-    return out.astype(value.dtype)
+    return jax.lax.collapse(jnp.moveaxis(out, 0, 1), 1, 3)[:, :time]
 
 
 registry.register(

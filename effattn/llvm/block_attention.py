@@ -104,7 +104,11 @@ def forward(config: Config, x: Inputs, exact: bool) -> Attended:
 def backward(
     config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
-    """Returns the gradients; `delta` `(*B, T, N)` is rowsum(dO * O) - dL."""
+    """Returns the gradients; `delta` `(*B, T, N)` is rowsum(dO * O) - dL.
+
+    The gradient of a bias of pairs takes three more passes: of the kernel forward, and of XLA
+    forward and backward. If the caller does not need it, XLA removes them.
+    """
     given = x.query, x.key, x.value, x.bias
     arrays, pull_back = jax.vjp(functools.partial(_with_bias, config), *given)
     static = "backward", _without_bias(config, x)
@@ -288,7 +292,7 @@ def splits_of(heads: int, queries: int) -> int:
     The gradients of these tasks are added up. There are enough tasks for all threads, and at most
     one for each query tile.
     """
-    return max(1, min(-(-threads() // heads), -(-queries // TILE)))
+    return max(1, min(-(-threads() // max(heads, 1)), -(-queries // TILE)))
 
 
 @functools.cache

@@ -184,7 +184,9 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
 
     def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, Any]:
         _read_frame(frame, job)
-        _set_group(code, job, _tiles_per_group(code, tile_arrays(code, job)))
+        # Groups are so small that each split has one, if there are as many tiles.
+        fair = code.div(code.ceil(job["queries"], TILE), job["splits"])
+        _set_group(code, job, code.min(_tiles_per_group(code, tile_arrays(code, job)), fair))
         count = code.mul(job["batch"], job["key_heads"], job["splits"])
         return count, _floats_per_thread(code, job, tile_arrays, task_arrays)
 

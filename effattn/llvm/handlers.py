@@ -347,10 +347,13 @@ def _write_help(module, name, lanes, kinds, work):
     """Generates the function that a helper, another thread of the pool, runs."""
     code = Code(module, f"{name}_help", [POINTER], lanes)
     (slots,) = code.arguments
-    memory = code.call("aligned_alloc", 64, Job(code, slots, kinds)["bytes"])
-    with code.when(code.builder.icmp_unsigned("!=", memory, NULL)):
-        code.call(work, slots, memory)
-        code.call("free", memory)
+    # A helper that comes after the last task needs no memory.
+    taken = code.builder.load_atomic(code.address(slots, _NEXT, INT), "monotonic", 8, typ=INT)
+    with code.when(code.less(taken, code.load(slots, _COUNT, INT))):
+        memory = code.call("aligned_alloc", 64, Job(code, slots, kinds)["bytes"])
+        with code.when(code.builder.icmp_unsigned("!=", memory, NULL)):
+            code.call(work, slots, memory)
+            code.call("free", memory)
     _release(code, slots)
     code.builder.ret_void()
     return code.function

@@ -134,7 +134,7 @@ def _pull_back(cotangents, config, chunk, parameters, state, queries, keys, toke
 
 
 def _gradients(run, operands, cotangents):
-    """Gradients of heads that several states or outputs share are summed here."""
+    """Sums the gradients over the states or outputs that share a head of an operand."""
     return tuple(map(_summed, run("backward", *operands, *cotangents), operands))
 
 

@@ -131,10 +131,10 @@ def with_gradients(run: Form, gradients: Callable[..., Any]) -> Callable[..., An
 
 
 def in_first_part(gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A gradient `(..., heads, size)` as parts, of which kernels give several for a head.
+    """Pads a gradient `(..., heads, size)` of the XLA form to the shape that kernels return.
 
-    The parts have `shape`, with more heads or an axis of parts after the heads. The first part of
-    each head is the gradient, the others are zero.
+    Kernels return several parts for each head, which the caller sums: `shape` has more heads, or an
+    axis of parts after the heads. The first part is the gradient, the others are zero.
     """
     if gradient.shape == shape:
         return gradient

@@ -141,10 +141,10 @@ class Scan:
         self.code.call(self.functions[kind], self.tokens, self.sets, self.width, *arrays, history)
 
     def walk_back(self, kind: str, reads: str, d_out: str) -> None:
-        """Gradient of the walk and of the reads of the state; `d_out` is that of what was read.
+        """Gradient of the walk and of the reads of the state; `d_out` is that of the read values.
 
-        The gradients of the rows and of the state's decay after the chunk count once; they are
-        zero for the next walk.
+        The gradients of the kept rows and of the state's decay are used up: they are zero for the
+        next walk.
         """
         self.multiply(d_out, "values", "state_t", "features", "d_decayed")
         names = "decay", "since", "history", reads, "d_pairs", "d_decayed", "d_kept", "d_since"
@@ -433,7 +433,7 @@ class Scan:
         return {"value": "values", "out": "values", "log_decay": "decays"}.get(kind, "features")
 
     def _heads_of(self, name):
-        """Heads of an array; gradients of what a key head shares have one for each state."""
+        """Heads of an array; gradients have one for each state, also where states share a head."""
         job = self.job
         if name in ("out", "d_out", "d_query"):
             return self.code.max(job["query_heads"], job["heads"])

@@ -35,9 +35,9 @@ def write_walk(
     """Generates the function that decays the writes of a chunk, token by token, and reads them.
 
     Its arguments are (tokens, sets, width, writes, kept, decay, reads, pairs, history). `pairs`
-    receive what each token reads of each row: before the decay of the token and without its own row
-    ("recall"), or after it and with its own row ("read"). `kept` holds the rows after the last
-    token. With `keep_all`, `history` receives the rows after every token.
+    receive the product of each token's read with each row: before the decay of the token and
+    without its own row ("recall"), or after it and with its own row ("read"). `kept` holds the rows
+    after the last token. With `keep_all`, `history` receives the rows after every token.
     """
     from effattn.llvm.codegen import Code
 

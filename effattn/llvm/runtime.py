@@ -255,7 +255,23 @@ def register() -> None:
         memory[at : at + 8] = jump
         _jumps[name] = ctypes.c_uint64.from_buffer(memory, at + 8)
         _jumps[name].value = ctypes.cast(first_call, ctypes.c_void_p).value or 0
-        _register(name, start + at)
+    if not _are_visible(start, 16 * len(HANDLERS)):
+        _jumps.clear()
+        return
+    for number, name in enumerate(HANDLERS):
+        _register(name, start + 16 * number)
+
+
+def _are_visible(start: int, size: int) -> bool:
+    """Makes new instructions visible, for which aarch64 has a cache of its own."""
+    if platform.machine() != "aarch64":
+        return True
+    try:
+        clear = ctypes.CDLL("libgcc_s.so.1")["__clear_cache"]
+    except (OSError, AttributeError):
+        return False
+    clear(ctypes.c_void_p(start), ctypes.c_void_p(start + size))
+    return True
 
 
 @functools.cache

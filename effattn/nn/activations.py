@@ -22,6 +22,11 @@ def gelu(x: jax.Array) -> jax.Array:
     return x * _distribution(x)
 
 
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """gelu by its tanh approximation, x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+    return jax.nn.gelu(x, approximate=True)
+
+
 @jax.custom_jvp
 def _distribution(x):
     """Phi(x). Its own derivative, as that of `erfc` fails in `jax.shard_map` with jax 0.12."""

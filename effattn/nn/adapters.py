@@ -96,25 +96,8 @@ def as_attention_fn(
         is_causal = is_causal or always_causal
         decoding = False
         if mask is not None:
-            mask = _as_boolean(mask, query.ndim)
-            of_keys = mask.shape[-2:] == (1, key.shape[-3])
-            padding = of_keys and mask.shape[-3] == 1
-            if not padding:
-                binding.require(
-                    "mask",
-                    f"a mask of shape {mask.shape} (for a causal mask pass is_causal=True; only a "
-                    "mask of shape (*B, 1, 1, S) is padding)",
-                )
-            decoding = of_keys and query.shape[-3] == 1 and key.shape[-3] > 1
-            if decoding:
-                what = f"one query and {key.shape[-3]} keys (decode=True)"
-                binding.require("cross", what)
-                if options.get("local_window_size") is not None:
-                    binding.require("offset", f"local_window_size with {what}")
-            if padding or decoding:
-                keywords.update(_key_mask_keywords(binding, mask, query, key, is_causal, decoding))
-            else:
-                keywords["mask"] = mask
+            of_mask, decoding = _mask_keywords(binding, options, mask, query, key, is_causal)
+            keywords.update(of_mask)
         # In a decoding step the query attends to every valid key, causal or not.
         if is_causal and not decoding:
             binding.require("causal", "is_causal=True")
@@ -150,6 +133,35 @@ def _dropout_keywords(
             "head, got True; pass broadcast_dropout=False"
         )
     return {"dropout_rate": rate, "dropout_rng": rng}
+
+
+def _mask_keywords(
+    binding: Binding,
+    options: dict[str, Any],
+    mask: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    is_causal: bool,
+) -> tuple[dict[str, Any], bool]:
+    """Keyword arguments for a mask `(*#B, #N, #T, S)`, and whether the call is a decoding step."""
+    mask = _as_boolean(mask, query.ndim)
+    of_keys = mask.shape[-2:] == (1, key.shape[-3])
+    padding = of_keys and mask.shape[-3] == 1
+    if not padding:
+        binding.require(
+            "mask",
+            f"a mask of shape {mask.shape} (for a causal mask pass is_causal=True; only a mask of "
+            "shape (*B, 1, 1, S) is padding)",
+        )
+    decoding = of_keys and query.shape[-3] == 1 and key.shape[-3] > 1
+    if decoding:
+        what = f"one query and {key.shape[-3]} keys (decode=True)"
+        binding.require("cross", what)
+        if options.get("local_window_size") is not None:
+            binding.require("offset", f"local_window_size with {what}")
+    if padding or decoding:
+        return _key_mask_keywords(binding, mask, query, key, is_causal, decoding), decoding
+    return {"mask": mask}, False
 
 
 def _as_boolean(mask: jax.Array, ndim: int) -> jax.Array:

@@ -26,7 +26,7 @@ class AdaptiveSpanSelfAttention(SelfAttention):
 
     Args:
       max_span: M, largest span, in tokens.
-      initial_span: z at the start, in tokens, between 0 and M; default M / 8.
+      initial_span: z at the start, in tokens, above 0 and below M; default M / 8.
       **options: as in `SelfAttention`, and options of `effattn.adaptive_span_attention`.
     """
 
@@ -41,7 +41,7 @@ class AdaptiveSpanSelfAttention(SelfAttention):
     ):
         refuse(type(self), options, ("span",), "it learns the spans")
         self.max_span = checks.at_least("max_span", max_span, 1, "tokens, the own token included")
-        needs = f"a number between 0 and max_span={max_span}, or None"
+        needs = f"a number above 0 and below max_span={max_span}, or None"
         share = (
             1 / 8
             if initial_span is None

@@ -109,7 +109,7 @@ class Layer(Module):
         return divided(self.mixer, h)(h, **padding), None
 
     def _after_mixer(self, *, global_mask: jax.Array | None = None, **padding: Any) -> Sublayer:
-        """The sublayer of the feed-forward layer for whole sequences, which reads no mask."""
+        """The feed-forward sublayer for whole sequences; `global_mask` is for the mixer alone."""
 
         def feed_forward(h):
             if isinstance(self.feed_forward, MixtureOfExperts):
@@ -319,6 +319,7 @@ class Block(Layer):
 
         return mix, (self._after_mixer(**marks),), keys
 
+    @mesh_axes.on_mesh_of_input
     def extend(
         self,
         x: Streams,
@@ -330,6 +331,7 @@ class Block(Layer):
         """Applies the layer to T new tokens; `state` is that of `init_state`."""
         return self.extend_with_shared(x, state, lengths=lengths, global_mask=global_mask)[:2]
 
+    @mesh_axes.on_mesh_of_input
     def extend_with_shared(
         self,
         x: Streams,

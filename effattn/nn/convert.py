@@ -17,6 +17,7 @@ from effattn.nn.build import Mechanism, named
 from effattn.nn.build import mechanism as entry_of
 from effattn.nn.configuration import TransformerConfig
 from effattn.nn.encoder_decoder import EncoderDecoder
+from effattn.nn.equality import same
 from effattn.nn.hybrid import HybridHeads, SeveralMixers
 from effattn.nn.recurrent_memory import RecurrentMemoryAttention
 from effattn.nn.self_attention import SelfAttention
@@ -168,8 +169,8 @@ def _convert_stack(stack, mechanism, layers, rngs):
     for layer in map(int, chosen):
         block = stack.blocks[layer]
         block.mixer, mixers[layer] = _converted(block.mixer, config, layer, mechanism, rngs)
-    same = all(mixer == mixers[0] for mixer in mixers)
-    stack.config = dataclasses.replace(config, mixer=mixers[0] if same else tuple(mixers))
+    are_alike = all(same(mixer, mixers[0]) for mixer in mixers)
+    stack.config = dataclasses.replace(config, mixer=mixers[0] if are_alike else tuple(mixers))
     stack.config.position_kind()
 
 
@@ -330,6 +331,8 @@ def _config_of(mixer: SelfAttention) -> TransformerConfig:
         num_layers=1,
         features=mixer.in_features,
         num_heads=mixer.num_heads,
+        # Only if needed: not every mixer takes it.
+        head_dim=None if mixer.head_dim == mixer.in_features // mixer.num_heads else mixer.head_dim,
         positions="none",
         is_causal=mixer.is_causal,
     )

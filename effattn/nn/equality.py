@@ -12,16 +12,17 @@ from flax import nnx
 def same_fields(one: Any, other: Any) -> bool:
     """Returns whether two configurations are equal; arrays among options compare by value."""
     return all(
-        _same(getattr(one, field.name), getattr(other, field.name))
+        same(getattr(one, field.name), getattr(other, field.name))
         for field in dataclasses.fields(one)
     )
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two options are equal; arrays compare by value, parameters by shape."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (tuple, list)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, nnx.Variable) and isinstance(other, nnx.Variable):
         # Models train copies of the Variable, so only its shape and dtype belong to the config.
         return (type(one), one.shape, one.dtype) == (type(other), other.shape, other.dtype)

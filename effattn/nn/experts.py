@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, dtypes, mesh_axes, segments
 from effattn.cores.experts import Kernels, RoutingStats, mix, route, statistics
 from effattn.decode.state import row_lengths
 from effattn.dispatch.partition import places_of
@@ -20,7 +20,7 @@ from effattn.nn.layers import Layers
 from effattn.nn.module import Module
 from effattn.nn.options import Parameters
 from effattn.nn.placement import axes
-from effattn.nn.tokens import tokens_of, valid_tokens, zero_padding
+from effattn.nn.tokens import tokens_of, zero_padding
 from effattn.parallel.experts import exchange_tokens
 
 _AXIS = "expert"  # the mesh axis that divides experts among devices
@@ -176,7 +176,7 @@ class MixtureOfExperts(Module):
         x = tokens_of("x", x, self.in_features)
         if lengths is not None:
             lengths = row_lengths(lengths, *x.shape[:2])
-        valid = valid_tokens(x.shape[1], lengths, segment_ids)
+        valid = segments.valid(lengths, segment_ids, x.shape[1])
         places = places_of(x[:, :, None])
 
         def mix(module, x, valid):

@@ -2,13 +2,13 @@
 
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from effattn.arrays import checks
 from effattn.arrays.segments import within
 from effattn.functional.gmlp import gated, spatial_gating
+from effattn.nn import activations
 from effattn.nn.cached import CachedMixer
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
@@ -17,7 +17,7 @@ from effattn.nn.options import Projected
 class GatedMLP(CachedMixer):
     """gMLP block without the residual (Liu et al. 2021, "Pay Attention to MLPs", section 2).
 
-        z_1, z_2 = gelu(x U);   y = spatial_gating(z_1, layer_norm(z_2), W, b) V
+        z_1, z_2 = gelu_tanh(x U);   y = spatial_gating(z_1, layer_norm(z_2), W, b) V
 
     Initially W is near 0 and b is 1, so tokens hardly mix. Time is O(T^2 F), and W has L^2
     parameters. The decode state caches layer_norm(z_2) of all tokens; a step costs O(S F).
@@ -58,7 +58,7 @@ class GatedMLP(CachedMixer):
         self.out = make.out(hidden // 2, in_features)
 
     def _prepare(self, x, positions):
-        gate, value = jnp.split(jax.nn.gelu(self.project(x)), 2, -1)
+        gate, value = jnp.split(activations.gelu_tanh(self.project(x)), 2, -1)
         return self.norm(value), gate
 
     def _mix_all(self, x, lengths, segment_ids):

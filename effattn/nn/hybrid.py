@@ -183,7 +183,7 @@ class HybridHeads(SeveralMixers):
         if len(set(directions)) > 1:
             raise ValueError(
                 "groups must all have the same is_causal, got "
-                f"{dict(zip(names, directions, strict=True))}"
+                + ", ".join(f"{n} {d}" for n, d in zip(names, directions, strict=True))
             )
         self.in_features, self.is_causal = in_features, directions[0]
         self.mixers = nnx.List(mixers)

@@ -45,8 +45,9 @@ class Hyena(CausalMixer):
     Filters are functions of the position: a small network with sine activations maps the position
     and K harmonics of the position to taps, which the window exp(-a t) multiplies. The rates `a`
     range from fast to slow along the features. Time is O(N T D log T), with packed documents
-    O(N T D log^2 T). The decode state caches the inputs of the N convolutions; a step costs
-    O(N S D).
+    O(N T D log^2 T). The decode state caches the inputs of the N convolutions. A step costs
+    O(N S D), and a call O(L F (F + N D)) for the taps at all L = `max_length` positions, with
+    F = `filter_features`.
 
     Args:
       max_length: maximum number of tokens per row; the filter network reads position / max_length.

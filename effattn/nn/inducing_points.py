@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, dtypes, mesh_axes, segments
 from effattn.arrays.combine import combine
 from effattn.cores import attention, sequence_parts
 from effattn.decode.state import row_lengths
@@ -18,7 +18,7 @@ from effattn.nn.layers import Layers
 from effattn.nn.mixer import Mixer
 from effattn.nn.module import Module
 from effattn.nn.options import Dropout, Initializers, Parameters
-from effattn.nn.tokens import tokens_of, valid_tokens, zero_padding
+from effattn.nn.tokens import tokens_of, zero_padding
 
 
 class Options(Parameters, Initializers, total=False):
@@ -84,7 +84,7 @@ class AttentionPooling(Module):
             lengths = row_lengths(lengths, *x.shape[:2])
 
         def pool(module, x, lengths):
-            x = zero_padding(x, valid_tokens(x.shape[1], lengths, None))
+            x = zero_padding(x, segments.valid(lengths, None, x.shape[1]))
             return (module._pooled(x, lengths),)
 
         rows, *_ = mesh_axes.spec(x)

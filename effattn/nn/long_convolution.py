@@ -14,6 +14,7 @@ from effattn.functional.long_convolution import (
     long_convolution,
     regularized,
 )
+from effattn.nn import activations
 from effattn.nn.cached import CachedMixer
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
@@ -23,7 +24,7 @@ from effattn.xla.long_convolution import long_convolution_at
 class LongConvolution(CachedMixer):
     """Long convolution with regularised taps (Fu et al. 2023, "Simple ... Long Convolutions").
 
-        y = glu(gelu(long_convolution(x, K, d)) W)
+        y = glu(gelu_tanh(long_convolution(x, K, d)) W)
 
     The taps K `(max_length, D)` are parameters; with `is_causal=False` there are two filters. They
     start as normal numbers times 0.02 exp(-t / max_length (D / 2)^(i / D)) for feature i, so that
@@ -89,4 +90,4 @@ class LongConvolution(CachedMixer):
         return self._finish(y.astype(own.dtype))
 
     def _finish(self, y):
-        return jax.nn.glu(self.out(jax.nn.gelu(y)))
+        return jax.nn.glu(self.out(activations.gelu_tanh(y)))

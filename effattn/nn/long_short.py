@@ -41,7 +41,8 @@ class LongShortSelfAttention(SelfAttention):
         **options: SelfAttentionOptions,
     ):
         made = "projection", "slot_scores", "window_norm", "slot_norm"
-        refuse(type(self), options, made, "it makes them from num_projected and dual_norm")
+        advice = "it makes the scores and the norms from num_projected and dual_norm"
+        refuse(type(self), options, made, advice)
         super().__init__(in_features, num_heads, "long_short", **options)
         self.num_projected = checks.at_least("num_projected", num_projected, 1, "slots")
         # No bias: the softmax over tokens cancels a constant added to all scores.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, segments
 from effattn.arrays.gathers import inverse_of
 from effattn.arrays.segments import positions_from
 from effattn.cores import sequence_parts
@@ -21,7 +21,6 @@ from effattn.nn.hybrid import HybridState, SeveralMixers
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
 from effattn.nn.self_attention import SelfAttention
-from effattn.nn.tokens import valid_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -205,8 +204,9 @@ class MixtureOfMechanisms(SeveralMixers):
         for name, mixer in zip(self.names[1:], self.mixers[1:], strict=True):
             if not (isinstance(mixer, SelfAttention) and mixer.attends_from_any_tokens()):
                 raise ValueError(
-                    f'capacity={capacity} needs exact attention ("softmax", without bias) as every '
-                    f"mechanism but the first, which takes the other tokens, got {name!r}"
+                    f'capacity={capacity} needs exact attention ("softmax", without bias and '
+                    "mask) as every mechanism but the first, which takes the other tokens, got "
+                    f"{name!r}"
                 )
 
     def _shares(self, x):
@@ -299,7 +299,7 @@ def _weighted(gates, outputs):
 
 
 def _valid(x, lengths, segment_ids):
-    valid = valid_tokens(x.shape[1], lengths, segment_ids)
+    valid = segments.valid(lengths, segment_ids, x.shape[1])
     return jnp.ones(x.shape[:2], bool) if valid is None else valid
 
 

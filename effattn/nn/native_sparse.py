@@ -7,6 +7,7 @@ from flax import nnx
 
 from effattn.arrays import checks
 from effattn.cores.native_sparse import Settings
+from effattn.nn import activations
 from effattn.nn.attention import refuse
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
@@ -18,7 +19,7 @@ class NativeSparseSelfAttention(SelfAttention):
 
         q, k, v = x Wq, x Wk, x Wv;   g = sigmoid(x Wg + bg)
         y = native_sparse_attention(q, k, v, gates=g, compress=phi) Wo
-        phi(block) = gelu(vec(block + P) W1 + b1) W2 + b2
+        phi(block) = gelu_tanh(vec(block + P) W1 + b1) W2 + b2
 
     phi compresses the l tokens of a block of one key head to one vector. P, `(l, H)`, is learned
     for the places in the block. There is one phi for keys and one for values, shared by all key
@@ -76,4 +77,4 @@ def _applied(network: nnx.Dict, blocks: jax.Array) -> jax.Array:
     places = network["places"][...]
     placed = blocks + places.reshape(*(1,) * (blocks.ndim - 2), *places.shape).astype(blocks.dtype)
     flat = placed.reshape(*blocks.shape[:-2], places.size)
-    return network["down"](jax.nn.gelu(network["up"](flat)))
+    return network["down"](activations.gelu_tanh(network["up"](flat)))

@@ -104,7 +104,10 @@ def _check_mixer(layer, mixer, heads):
             f"the mixer of layer {layer} must have the heads of the configuration, {heads}; give "
             "num_kv_heads to TransformerConfig, not to the mixer"
         )
-    differs = [*mixer.array_options, *({"score_mod"} & {*dict(mixer.options)})]
+    options = dict(mixer.options)
+    differs = [*mixer.array_options, *({"score_mod"} & options.keys())]
+    if isinstance(options.get("dilation"), tuple):
+        differs.append("dilation")
     if differs:
         raise ValueError(
             f"the mixer of layer {layer} must have no options that may differ by head, got "

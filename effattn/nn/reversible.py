@@ -10,11 +10,11 @@ from flax import nnx
 from jax import lax
 from jax.extend import core as jex_core
 
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, dtypes, mesh_axes, segments
 from effattn.arrays.linear_map import with_derivatives
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
-from effattn.nn.tokens import valid_tokens, zero_padding
+from effattn.nn.tokens import zero_padding
 
 # Maps the stream that a part reads to what it adds to the other stream, and to further results.
 Part = Callable[[jax.Array], tuple[jax.Array, Any]]
@@ -97,7 +97,7 @@ class ReversibleStack(Module):
                 raise ValueError(
                     f"{name} was given, but no module of the stack takes it; leave {name} out"
                 )
-        valid = valid_tokens(x1.shape[1], given.get("lengths"), given.get("segment_ids"))
+        valid = segments.valid(given.get("lengths"), given.get("segment_ids"), x1.shape[1])
         x1, x2 = (zero_padding(x, valid) for x in (x1, x2))
 
         def part_of(place, module):

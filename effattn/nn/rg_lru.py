@@ -10,6 +10,7 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.cores import sequence_parts
 from effattn.functional.rg_lru import SHARPNESS, rg_lru
+from effattn.nn import activations
 from effattn.nn.heads import head_size
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
@@ -22,7 +23,7 @@ class RGLRU(RecurrentMixer):
     """Recurrent block of Griffin (De et al. 2024, "Griffin", section 2.3 and 2.4).
 
         u = convolution(x W_x + b_x);   r, i = sigmoid(u W_r + b_r), sigmoid(u W_i + b_i)
-        y = (gelu(x W_g + b_g) * rg_lru(u, r, i, log a)) W_o + b_o,   log a = -softplus(rate)
+        y = (gelu_tanh(x W_g + b_g) * rg_lru(u, r, i, log a)) W_o + b_o,   log a = -softplus(rate)
 
     The matrices W_r and W_i of the gates are block-diagonal, one block for each head, as in
     RecurrentGemma. `convolution` is a short causal convolution of each feature. At the start a^8 is
@@ -101,7 +102,7 @@ class RGLRU(RecurrentMixer):
             initial_state=h,
             return_state=True,
         )
-        y = self.out(jax.nn.gelu(self.gate(x)) * mixed)
+        y = self.out(activations.gelu_tanh(self.gate(x)) * mixed)
         if not self.first_in_full:
             return y, (h, last)
         reads = jnp.full(x.shape[:1], x.shape[1] > 0) if lengths is None else lengths > 0

@@ -34,8 +34,8 @@ class RotaryEmbedding:
       keeps those that turn more than `turns[1]` times, and blends both linearly in m between them.
       The rotated features are multiplied by 0.1 log(s) + 1, or by 1 for s < 1 (Peng et al. 2023,
       "YaRN", as in the code of the authors; the formula of the paper blends as "llama3" does).
-    - "llama3" does the same, but blends linearly in the number of turns (Llama Team 2024, "The
-      Llama 3 Herd of Models").
+    - "llama3" divides and keeps as "yarn" does, blends linearly in the number of turns, and
+      multiplies the features by 1 (Llama Team 2024, "The Llama 3 Herd of Models").
 
     Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
 
@@ -85,6 +85,7 @@ class RotaryEmbedding:
             low, high = (checks.positive("rotary turns", turns) for turns in self.turns)
             if low >= high:
                 raise ValueError(f"rotary turns must be {needs}, got {self.turns!r}")
+            object.__setattr__(self, "turns", (low, high))  # a list has no hash
         if self.amplitude is not None:
             checks.positive("rotary amplitude", self.amplitude)
         if self.features is not None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, segments
 from effattn.cores import sequence_parts
 from effattn.cores.clusters import summed_by_cluster
 from effattn.decode.ring import RingDecoder
@@ -21,7 +21,6 @@ from effattn.nn.attention import refuse
 from effattn.nn.hybrid import HybridState
 from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.self_attention import SelfAttention
-from effattn.nn.tokens import valid_tokens
 from effattn.parallel.heads import attend_in_parts
 
 
@@ -125,7 +124,9 @@ class RoutingSelfAttention(SelfAttention):
         query, key, value = self._heads(x, positions)
         query, key, value = self._sides(query, key, value)[1]
         tokens = Tokens.of(query, key, value)
-        present = valid_tokens(x.shape[1], given.get("query_seq_lengths"), given.get("segment_ids"))
+        present = segments.valid(
+            given.get("query_seq_lengths"), given.get("segment_ids"), x.shape[1]
+        )
         present = jnp.ones(x.shape[:2], bool) if present is None else present
         centroids = self.centroids[...]
         vectors = [tokens.query_route, tokens.key_route]

@@ -11,6 +11,7 @@ from jax import lax
 from effattn.arrays import checks, dtypes
 from effattn.functional.s4 import hippo_modes
 from effattn.functional.s5 import s5_scan
+from effattn.nn import activations
 from effattn.nn.initializers import log_step_init
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
@@ -21,7 +22,7 @@ from effattn.nn.state_space import complex_of
 class S5(RecurrentMixer):
     """Mixer with one state space of many inputs and outputs (Smith et al. 2022, "Simplified ...").
 
-        g = gelu(s5_scan(x, A, B, C, dt, skip));   y = g * sigmoid(g W)
+        g = gelu_tanh(s5_scan(x, A, B, C, dt, skip));   y = g * sigmoid(g W)
 
     A starts as J blocks of the normal part of HiPPO-LegS (HiPPO-N), and B and C as LeCun normal
     matrices in its modes. With `is_causal=False` the same recurrence also runs from the last token
@@ -95,7 +96,7 @@ class S5(RecurrentMixer):
             return_state=self.is_causal,
         )
         y, state = result if self.is_causal else (result, None)
-        y = jax.nn.gelu(y)
+        y = activations.gelu_tanh(y)
         return y * jax.nn.sigmoid(self.gate(y)), state
 
 

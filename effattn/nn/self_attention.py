@@ -120,9 +120,10 @@ class SelfAttention(Attention, CausalMixer):
         return self._finish(self._attend(heads, **keywords), x)
 
     def attends_from_any_tokens(self) -> bool:
-        """Returns whether `outputs_at` works: for exact attention without a bias."""
+        """Returns whether `outputs_at` works: for exact attention without a bias or a mask."""
         exact = self.binding.registered and self.binding.name == "softmax"
-        return type(self) is SelfAttention and exact and "bias" not in self._options()
+        of_pairs = {"bias", "mask"} & self._options().keys()
+        return type(self) is SelfAttention and exact and not of_pairs
 
     def outputs_at(
         self,

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, dtypes, mesh_axes, segments
 from effattn.cores import sequence_parts
 from effattn.cores.sequence_parts import with_neighbours, with_tokens_before
 from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.nn.module import Module
 from effattn.nn.options import Parameters
-from effattn.nn.tokens import last_tokens, valid_tokens, zero_padding
+from effattn.nn.tokens import last_tokens, zero_padding
 
 # Uniform in +-1 / sqrt(width); the width is the fan-in of a depthwise convolution.
 taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -124,7 +124,7 @@ class ShortConvolution(Module):
 
     def _valid(self, lengths, batch, time, ids=None):
         lengths = None if lengths is None else row_lengths(lengths, batch, time)
-        return valid_tokens(time, lengths, ids)
+        return segments.valid(lengths, ids, time)
 
     def _convolve(
         self, read: jax.Array, valid: jax.Array | None, ids: jax.Array | None

@@ -10,6 +10,7 @@ from jax import lax
 
 from effattn.arrays import checks, dtypes
 from effattn.functional.s4 import hippo
+from effattn.nn import activations
 from effattn.nn.initializers import log_step_init
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
@@ -56,7 +57,7 @@ class Modes(RecurrentMixer):
 
 
 class StateSpace(Modes):
-    """Base class of `S4` and `S4D`: y = glu(gelu(state_space(x)) W), one space per feature.
+    """Base class of `S4` and `S4D`: y = glu(gelu_tanh(state_space(x)) W), one space per feature.
 
     `output` is C (S4D) or C~ (S4).
     """
@@ -72,7 +73,7 @@ class StateSpace(Modes):
         return nnx.Param(jnp.broadcast_to(jnp.asarray(both, self.param_dtype), shape))
 
     def _finish(self, y: jax.Array) -> jax.Array:
-        return jax.nn.glu(self.out(jax.nn.gelu(y)))
+        return jax.nn.glu(self.out(activations.gelu_tanh(y)))
 
 
 def complex_of(pairs: Any, wide: Any) -> jax.Array:

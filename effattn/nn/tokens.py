@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays import checks
-from effattn.arrays.segments import positions_from, within
+from effattn.arrays.segments import positions_from, valid
 from effattn.decode.state import check_vocabulary, narrow, row_lengths
 from effattn.nn.binding import Binding
 
@@ -74,16 +74,7 @@ def padding_of(
         segment_ids = checks.as_array(f"{prefix}segment_ids", segment_ids)
         _check_integers(f"{prefix}segment_ids", segment_ids, (batch, time))
         keywords["segment_ids"] = segment_ids
-    return keywords, valid_tokens(time, lengths, segment_ids)
-
-
-def valid_tokens(time: Any, lengths: Any, segment_ids: Any) -> jax.Array | None:
-    """Mask `(B, T)` of the tokens outside the padding; None if there is no padding."""
-    valid = None if lengths is None else within(lengths, time)
-    if segment_ids is None:
-        return valid
-    nonzero = jnp.not_equal(segment_ids, 0)
-    return nonzero if valid is None else valid & nonzero
+    return keywords, valid(lengths, segment_ids, time)
 
 
 def last_tokens(read: jax.Array, number: int, lengths: jax.Array | None) -> jax.Array:

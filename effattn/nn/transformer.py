@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, dtypes, mesh_axes, segments
 from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
 from effattn.decode.state import check_capacity, check_state, is_concrete, new_lengths, row_lengths
 from effattn.nn import initializers, reversible
@@ -23,7 +23,7 @@ from effattn.nn.module import Module
 from effattn.nn.placement import ACTIVATIONS, axes
 from effattn.nn.routing import routing_mixers
 from effattn.nn.sinusoidal import sinusoidal_positions
-from effattn.nn.tokens import indices_of, token_ids, valid_tokens
+from effattn.nn.tokens import indices_of, token_ids
 
 
 @jax.tree_util.register_dataclass
@@ -198,7 +198,7 @@ class Transformer(Module):
             self._check_columns(time, name)
         if lengths is not None:
             lengths = row_lengths(lengths, batch, time)
-        valid = valid_tokens(time, lengths, segment_ids)
+        valid = segments.valid(lengths, segment_ids, time)
         if valid is not None and self.positions is not None:
             _check_documents(jnp.where(valid, positions, 0), self.positions.num_embeddings)
 

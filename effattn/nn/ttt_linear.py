@@ -42,7 +42,7 @@ class TTTLinear(SelfAttention):
         **options: SelfAttentionOptions,
     ):
         made = "learning_rate", "initial_weights", "initial_bias", "norm_scale", "norm_bias"
-        refuse(type(self), options, made, "it makes them")
+        refuse(type(self), options, made, "it learns the inner model and its norm")
         self.base_rate = float(checks.positive("base_rate", base_rate))
         super().__init__(
             in_features, num_heads, "ttt_linear", mini_batch_size=mini_batch_size, **options

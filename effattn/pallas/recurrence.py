@@ -590,3 +590,10 @@ def _d_log_decay(arrays, states, co_states, d_query, d_key):
     gradient = later.reshape(batch, blocks * BLOCK, heads, size)[:, :length]
     gradient = gradient if by_feature else gradient[..., 0]
     return jnp.where(jnp.isneginf(arrays.log_decay), 0, gradient)
+
+
+def over_group(group: int, x: jax.Array, axis: int) -> jax.Array:
+    """Sums over the `group` heads of the output that read one value head; `axis` has the heads."""
+    if group == 1:
+        return x
+    return x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :]).sum(axis + 1)

@@ -123,6 +123,14 @@ def walk(plan: Plan, read: Callable, walk: tuple[Any, ...], b, k, n, *, of_keys:
     )
 
 
+def kinds_of(layout: BlockLayout) -> jax.Array:
+    """Returns int32 `(B or 1, K or 1, nq, nk)`: 0 for skipped, 1 for partial, 2 for full tiles."""
+    visited, full = (jnp.asarray(layout.block_mask(kind)) for kind in (None, "full"))
+    kinds = visited.astype(jnp.int32) + full
+    *batch, heads = kinds.shape[:-2] or (1,)
+    return kinds.reshape(math.prod(batch), heads, *kinds.shape[-2:])
+
+
 def walk_and_order(
     plan: Plan, arrays: Arrays, x: Inputs, *, of_keys: bool
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:

@@ -10,7 +10,8 @@ def share_keys(function: Callable[..., Any], axis_name: str) -> Callable[..., An
     """Returns attention to shared keys for a sequence that devices hold in parts.
 
     Each device compresses its own keys and values; all devices get the compressed ones, and attend
-    to them from their own queries. The last two send keys and values themselves:
+    to them from their own queries. `indexed_attention` and
+    `talking_heads_attention` send the keys and values themselves:
 
     - `linformer_attention`: a sum of the r projected keys and values over devices. The projections
       are for the whole sequence, equal on all devices.

@@ -195,12 +195,17 @@ class Pattern:
         """Returns whether a tile of queries and keys is empty, full or partial, in head h.
 
         `lengths` are the numbers of query positions and keys; by default, the ends of the ranges.
+        `h` is ignored if all heads are alike.
         """
         for name, positions in (("queries", queries), ("keys", keys)):
             if not isinstance(positions, range) or not positions or positions.step != 1:
                 raise ValueError(
                     f"{name} must be a range of consecutive positions, got {positions!r}"
                 )
+        if self.heads is None:
+            h = 0
+        elif not checks.is_integer(h) or not 0 <= h < self.heads:
+            raise ValueError(f"h must be an int from 0 to {self.heads - 1}, got {h!r}")
         lengths = lengths or (queries.stop, keys.stop)
         _frame(self, *lengths, 0)
         frame = Frame(queries.start, len(queries), lengths[1], (len(queries), 1), self.heads or 1)

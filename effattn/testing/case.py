@@ -32,7 +32,8 @@ class Case:
       state_and_segments: whether a bidirectional call takes a state and `segment_ids` together.
       cross_and_segments: whether a call with other keys than queries takes `segment_ids`.
       normalized: whether the weights of a query sum to 1.
-      unnormalized: labels of variants whose weights do not, where those of the others do.
+      unnormalized: labels of the variants in which the weights of a query do not sum to 1, although
+        `normalized` is True.
       bounded: `arrays -> arrays` that keeps extreme inputs in the range where the mechanism
         promises finite results; default: all inputs.
       mixes_queries: whether a query changes the outputs of other queries.

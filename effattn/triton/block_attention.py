@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from effattn import dispatch
 from effattn.interfaces.block_attention import Attended, Config, Inputs, output_dtype
 from effattn.pallas import block_tiles, partition, visited_tiles
-from effattn.patterns.layouts import BlockLayout
 from effattn.triton import elementwise, launch
 from effattn.triton.block_plan import Operands, is_per_example, plan_of
 
@@ -67,7 +66,7 @@ def backward(
     # A finite log-sum-exp for rows without keys, whose weights exp(-inf - lse) are then 0, not NaN.
     rows = [jnp.where(lse == -jnp.inf, 0, lse), d_out, delta]
     rows = [array.reshape(-1, *array.shape[x.query.ndim - 3 :]) for array in rows]
-    call = _Call(config, x, "query")
+    of_queries = call = _Call(config, x, "query")
     plan = call.plan
     by_entry = plan.query_tiles, plan.heads, plan.entries
     results = [
@@ -89,19 +88,17 @@ def backward(
         value=d_value.reshape(x.value.shape),
         bias=None if x.bias is None else _bias_gradient(config, x, rows),
         scale=None if x.scale is None else d_scale.sum().astype(x.scale.dtype),
-        constants=_of_constants(config, x, d_numbers),
+        constants=_of_constants(x, of_queries, d_numbers),
     )
 
 
-def _of_constants(config, x, d_numbers):
+def _of_constants(x, call, d_numbers):
     """Gradients of the arrays that the score_mod closes over, from the sums of all programs."""
-    arranged, arrays = block_tiles.arrange(config, x, (launch.MIN_SIDE, launch.MIN_SIDE))
-    places = elementwise.tables_of(arrays.tables).places
 
     def of_constant(number, constant):
         if not jnp.issubdtype(constant.dtype, jnp.floating):
             return None
-        _, first = places[arranged.table_of_constant(number)]
+        _, first = call.places[call.arranged.table_of_constant(number)]
         total = d_numbers.sum((0, 1, 2))[first : first + constant.size]
         return total.reshape(constant.shape).astype(constant.dtype)
 
@@ -113,18 +110,10 @@ def _bias_gradient(config, x, rows) -> jax.Array:
     call = _Call(config, x, "query", of_all=True)
     plan, shape = call.plan, call.bias_sizes
     grid = shape[0] * plan.bias_query_tiles * plan.bias_key_tiles, shape[1]
-    kinds = rows[0] if x.layout is None else _kinds(x.layout)
+    kinds = rows[0] if x.layout is None else visited_tiles.kinds_of(x.layout)
     operands = [launch.Shared(array) for array in (kinds, *rows)]
     (gradient,) = call.run("d_bias", grid, operands, [(shape, jnp.float32)])
     return block_tiles.of_bias(gradient, x)
-
-
-def _kinds(layout: BlockLayout) -> jax.Array:
-    """Returns int32 `(B or 1, K or 1, nq, nk)`: 0 for skipped, 1 for partial, 2 for full tiles."""
-    visited, full = (jnp.asarray(layout.block_mask(kind)) for kind in (None, "full"))
-    kinds = visited.astype(jnp.int32) + full
-    *batch, heads = kinds.shape[:-2] or (1,)
-    return kinds.reshape(-1 if batch else 1, heads, *kinds.shape[-2:])
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -144,13 +133,14 @@ class _Call:
 
     def __init__(self, config: Config, x: Inputs, kernel: str, *, of_all: bool = False):
         tile, self._warps = _tile(kernel, config, x)
-        arranged, arrays = block_tiles.arrange(config, x, tile)
+        self.arranged, arrays = block_tiles.arrange(config, x, tile)
         of_keys = kernel == "key"
-        walk, order = visited_tiles.walk_and_order(arranged, arrays, x, of_keys=of_keys)
+        walk, order = visited_tiles.walk_and_order(self.arranged, arrays, x, of_keys=of_keys)
         tables = elementwise.tables_of(arrays.tables)
+        self.places = tables.places
         batch = arrays.query.shape[0]
         self._interpreted = bool(config.implementations.interpreted)
-        self.plan = plan_of(arranged, arrays, walk, tables, of_keys=of_keys, of_all=of_all)
+        self.plan = plan_of(self.arranged, arrays, walk, tables, of_keys=of_keys, of_all=of_all)
         self.bias_sizes: Any = None if arrays.bias is None else arrays.bias.shape
 
         def operand(array, *, is_large=False):

@@ -100,10 +100,11 @@ def call(
 
 @functools.cache
 def _call() -> Any:
-    """The operation of `call`; results of an operation of its own have a mapped axis in front.
+    """The JAX primitive of `call`.
 
-    JAX needs that of a function with a derivative of its own, and its removal of dead code, on
-    which jax-triton 0.4 and jax 0.12 disagree, does not look into the operation.
+    Under `jax.vmap`, the mapped axis of its results comes first, as functions with a custom
+    derivative need. A primitive also hides the call from JAX's removal of dead code, which fails
+    with jax-triton 0.4 and jax 0.12.
     """
     from jax.extend.core import Primitive  # imported on first use: a slow import
 

@@ -201,11 +201,12 @@ def _of_blocks(how, arrays, states, co_states, d_out, *, with_value=True):
     grid, operands = (plan.blocks, plan.heads, 1), (d_out, *_terms(arrays), states, co_states)
     query, key, value, log_decay = _call(how, plan, "gradients", grid, operands, results, stages=1)
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    group = key.shape[2] // plan.value_heads
     return (
         query,
-        _over_group(plan, key),
-        None if plan.decay == "none" else _over_group(plan, log_decay),
-        _over_group(plan, value) if with_value else None,
+        recurrence.over_group(group, key, 2),
+        None if plan.decay == "none" else recurrence.over_group(group, log_decay, 2),
+        recurrence.over_group(group, value, 2) if with_value else None,
     )
 
 
@@ -213,11 +214,6 @@ def _narrowest(how, array, is_whole):
     """Dtype of a gradient: that of the array, or float32 if XLA adds to it afterwards."""
     is_narrow = is_whole and jnp.dtype(how.dtype).itemsize == 2
     return array.dtype if is_narrow else jnp.float32
-
-
-def _over_group(plan, x):
-    """Sums over the heads of the output that read one value head."""
-    return x.reshape(*x.shape[:2], plan.value_heads, -1, *x.shape[3:]).sum(3)
 
 
 def _terms(arrays):

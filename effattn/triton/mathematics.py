@@ -16,7 +16,10 @@ def tanh(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x), for a small x with all its digits, which the sum 1 + x loses."""
+    """log(1 + x), exact to rounding also for small x, of which the sum u = 1 + x loses digits.
+
+    The factor x / (u - 1) corrects the logarithm of u for them.
+    """
     u = 1 + x
-    lost = tl.where(u == 1, 1.0, u - 1)
-    return tl.where(u == 1, x, tl.where(tl.abs(x) < 0.5, tl.log(u) * (x / lost), tl.log(u)))
+    rounded = tl.where(u == 1, 1.0, u - 1)
+    return tl.where(u == 1, x, tl.where(tl.abs(x) < 0.5, tl.log(u) * (x / rounded), tl.log(u)))

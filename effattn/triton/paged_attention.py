@@ -12,14 +12,17 @@ import jax.numpy as jnp
 
 from effattn import dispatch
 from effattn.arrays.combine import combine
+from effattn.interfaces import paged_attention as interface
 from effattn.interfaces.paged_attention import Config, Pages
 from effattn.triton import launch
 
 RUNS = 264  # target number of programs: two for each multiprocessor of the largest GPUs
+MOST_ROWS = 128  # of a tile; the sums of more do not fit in registers
 LIMITS = dispatch.Limits(
     ("float32", "bfloat16", "float16"),
     256,
-    "Ampere or later; jax-triton; pages of 16 to 256 tokens, a power of two",
+    "Ampere or later; jax-triton; pages of 16 to 256 tokens, a power of two; up to "
+    f"{MOST_ROWS} queries times query heads of a key head",
 )
 
 
@@ -28,13 +31,9 @@ def refusal(query: jax.Array, keys: Pages, values: Pages, *_) -> str | None:
     page = keys.array.shape[1]
     if reason := LIMITS.refusal(query.dtype, query.shape[-1], values.array.shape[-1]):
         return reason
-    if values.array.dtype not in (query.dtype, jnp.int8):
-        return f"takes values in the dtype of the query or int8, got {values.array.dtype}"
     if page < launch.MIN_SIDE or page & (page - 1) or page > 256:
         return f"takes pages of 16 to 256 tokens, a power of two, got {page}"
-    if 0 in query.shape:
-        return f"takes at least one query, got shape {query.shape}"
-    return launch.refusal()
+    return interface.refusal(query, keys, values, MOST_ROWS) or launch.refusal()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +119,5 @@ def paged(
     )
     parts = range(runs)
     out, lse = combine([out[:, :, n] for n in parts], [lse[:, :, n] for n in parts])
-
-    def apart(x):
-        x = x[:, :, : plan.group * queries]
-        x = x.reshape(batch, key_heads, plan.group, queries, *x.shape[3:])
-        return jnp.moveaxis(x, 3, 1).reshape(batch, queries, heads, *x.shape[4:])
-
-    return apart(out).astype(query.dtype), apart(lse)
+    out, lse = (interface.by_token(x, queries, heads) for x in (out, lse))
+    return out.astype(query.dtype), lse

@@ -10,7 +10,9 @@ from effattn.arrays import checks
 from effattn.dispatch import contexts
 
 # `jax.nn.dot_product_attention` checks other limits when it is called.
-LIMITS = dispatch.Limits(("bfloat16", "float16"), others="what `jax.nn` takes")
+LIMITS = dispatch.Limits(
+    ("bfloat16", "float16"), others="the limits of jax.nn.dot_product_attention"
+)
 
 
 def refusal(query: jax.Array, key: jax.Array, value: jax.Array, given: Any) -> str | None:

@@ -15,6 +15,7 @@ from effattn.arrays import dtypes, mesh_axes
 from effattn.arrays.forward_only import forward_only
 from effattn.arrays.products import widened
 from effattn.arrays.segments import positions_from
+from effattn.interfaces import paged_attention as interface
 from effattn.interfaces.paged_attention import Config, Pages
 
 KEYS = 512  # keys in a step of the loop
@@ -36,7 +37,9 @@ def paged(
     lengths: jax.Array,
     scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Paged attention: output `(B, T, N, Hv)` in the dtype of the query, log-sum-exp `(B, T, N)`.
+    """Paged attention: the output `(B, T, N, Hv)` and the log-sum-exp `(B, T, N)`.
+
+    The output has the dtype of the value pages, or of the query if the pages are quantised.
 
     Args:
       config: static configuration.
@@ -78,8 +81,7 @@ def paged(
         return jnp.where(present[..., None, None], array, 0)
 
     # (B, K, G T, H)
-    grouped = jnp.moveaxis(query.reshape(batch, queries, key_heads, group, size), 1, 3)
-    grouped = grouped.reshape(batch, key_heads, group * queries, size)
+    grouped = interface.by_key_head(query, key_heads)
 
     def attend(n, carry):
         largest, total, mixed = carry
@@ -117,10 +119,6 @@ def paged(
     largest, total, mixed = forward_only(carry, _NO_GRADIENTS)
     total_or_one = jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, dtypes.lowest(dtype), largest + jnp.log(total_or_one))
-    out = (mixed / total_or_one[..., None]).astype(query.dtype)
-
-    def apart(x):
-        x = x.reshape(batch, key_heads, group, queries, *x.shape[3:])
-        return jnp.moveaxis(x, 3, 1).reshape(batch, queries, heads, *x.shape[4:])
-
-    return apart(out), apart(lse)
+    out = mixed / total_or_one[..., None]
+    out = out.astype(query.dtype if values.scales is not None else values.array.dtype)
+    return interface.by_token(out, queries, heads), interface.by_token(lse, queries, heads)

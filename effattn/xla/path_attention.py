@@ -90,8 +90,8 @@ def attend(
     Args:
       tile: C; None is a default.
       precision: precision of the matrix products.
-      tokens: `Tokens` with axes `*B`, and of queries, keys, values, `reflection` and `beta` an axis
-        K after that of the tokens; query `(*B, T, K, G, H)`. At least float32.
+      tokens: query `(*B, T, K, G, H)`; key and reflection `(*B, T, K, H)`; value `(*B, T, K, Hv)`;
+        beta `(*B, T, K)`; ids `(*B, T)`. Floating-point arrays are at least float32.
 
     Returns:
       The output `(*B, T, K, G, Hv)`; the log-sum-exp `(*B, T, K, G)`, `dtypes.lowest` for rows
@@ -201,7 +201,7 @@ def _of_head(size, precision, x: Tokens):
     factors = _factors(size, precision, x.reflection, x.beta)
     query = jnp.moveaxis(_tiles(x.query, size), 1, 2)
     key, value = _tiles(x.key, size), _tiles(x.value, size)
-    query_ids = _tiles(jnp.where(x.query_ids == 0, -1, x.query_ids), size)
+    query_ids = _tiles(x.query_ids, size)
     key_ids = _tiles(x.key_ids, size)
 
     read = jnp.tril(dot("mgch,msh->mgcs", query, factors.reflection))
@@ -242,7 +242,10 @@ def _none(query, value) -> _Rows:
 
 
 def _added(dot, rows: _Rows, query, logits, allowed, value) -> _Rows:
-    """Rows that have also read the keys of `logits (G, C, C)`, with `query` for earlier tiles."""
+    """Rows that have also read a tile of keys with `logits (G, C, C)`.
+
+    `query` replaces the queries of the rows: it is for the tile before.
+    """
     lowest = _lowest(logits)
     allowed = allowed[None]
     largest = jnp.maximum(rows.largest, jnp.where(allowed, logits, lowest).max(-1))

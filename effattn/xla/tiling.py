@@ -93,7 +93,10 @@ def choose_width(layout: BlockLayout, rows: int) -> int:
 
 
 def _even_share(length: int, side: int) -> int:
-    """Size, a multiple of 8, of equal pieces of `length` that are about `side` long at most."""
+    """Length of a piece if `length` is cut into ceil(length / side) pieces.
+
+    It is rounded up to a multiple of 8, and at most `length`.
+    """
     pieces = max(1, math.ceil(length / side))
     share = math.ceil(length / pieces)
     return min(length, 8 * math.ceil(share / 8))

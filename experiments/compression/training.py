@@ -12,7 +12,7 @@ from flax import nnx
 
 from effattn import nn
 from experiments.harness import models
-from experiments.harness.programs import Params, Programs
+from experiments.harness.programs import Params, Programs, arguments_of
 from experiments.harness.schedules import Schedule
 from experiments.harness.training import evaluate
 from experiments.recovery.programs import Convert, FineTuning
@@ -110,7 +110,7 @@ class Compression(Trainer):
     """Training of the original and of the compressed forms, for each seed.
 
     Attributes:
-      costs_in_training: costs of the heads on text that the model was not trained on, by seed. All
+      costs_in_training: costs of the heads on the training batch after the last step, by seed. All
         forms with fewer heads share them.
     """
 
@@ -144,7 +144,7 @@ class Compression(Trainer):
     def _programs(self, kind: Kind, schedule: Schedule) -> Programs:
         config, (form, mechanism) = self.config, kind
         build = models.builder(mechanism, config, self.task)
-        options = self.options_of_programs(schedule)
+        options = arguments_of(config, schedule, self.task)
         if form == "original":
             return Programs(build, *options)
 
@@ -161,7 +161,7 @@ class Compression(Trainer):
 
         def keep(seed: int) -> list[list[int]]:
             if seed not in self.costs_in_training:
-                # The step after the last one: text that the model was not trained on.
+                # In the first epoch, text that the model was not trained on.
                 batch = self.task.training(config.batch, seed, config.steps)
                 self.costs_in_training[seed] = self._costs(seed, "training", batch)
             costs = self.costs_in_training[seed]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.costs.layers import EXACT, Layer, Workload
+from experiments.costs.layers import EXACT, Layer, Workload, bytes_of
 
 PIECE = 4096  # tokens of a prefix that one call reads
 
@@ -52,8 +52,8 @@ def bytes_by_token(layer: Layer) -> tuple[int, float]:
     mixer = layer.build()
 
     def state_bytes(length: int) -> int:
-        state = jax.eval_shape(lambda: mixer.init_state(1, length, layer.workload.precision))
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        dtype = layer.workload.precision
+        return bytes_of(jax.eval_shape(lambda: mixer.init_state(1, length, dtype)))
 
     half, whole = state_bytes(layer.length // 2), state_bytes(layer.length)
     each = (whole - half) / (layer.length // 2)

@@ -113,17 +113,17 @@ class Layer:
         )
 
     def parameter_bytes(self) -> int:
-        return size(nnx.state(nnx.eval_shape(self.build)))
+        return bytes_of(nnx.state(nnx.eval_shape(self.build)))
 
     def state_bytes(self) -> int | None:
         """Returns the size of one sequence's decode state; None without decoding."""
         if self.direction != "causal" or "decode" not in self.entry.capabilities:
             return None
         dtype = self.workload.precision
-        return size(jax.eval_shape(lambda: self.build().init_state(1, self.length, dtype)))
+        return bytes_of(jax.eval_shape(lambda: self.build().init_state(1, self.length, dtype)))
 
 
-def size(tree: Any) -> int:
+def bytes_of(tree: Any) -> int:
     """Returns the bytes of all arrays."""
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 

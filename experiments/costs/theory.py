@@ -10,7 +10,7 @@ import optax
 
 from effattn import registry
 from effattn.analysis import cost
-from experiments.costs.layers import size
+from experiments.costs.layers import bytes_of
 
 
 class Steps(NamedTuple):
@@ -35,7 +35,7 @@ STEPS: Mapping[str, Steps] = {
     "clustered": Steps("O(1)", "O(1) within a cluster"),
     "attention-free": Steps("O(1), causal O(N / c)", "O(1)"),
     "synthetic": Steps("O(1)", "O(1)"),
-    "hybrid": Steps("most of its parts", "shortest of its parts"),
+    "hybrid": Steps("maximum over its parts", "minimum over its parts"),
     "baseline": Steps("O(N), convolution O(1)", "O(N), convolution O(N / w)"),
 }
 
@@ -93,7 +93,7 @@ def optimisers() -> Mapping[str, Optimiser]:
 def state_bytes(make: optax.GradientTransformation, side: int = 1024) -> float:
     """Returns the measured bytes of optimiser state per parameter, for a square matrix."""
     weights = {"kernel": jax.ShapeDtypeStruct((side, side), jnp.float32)}
-    return size(jax.eval_shape(make.init, weights)) / side**2
+    return bytes_of(jax.eval_shape(make.init, weights)) / side**2
 
 
 def io_bound(length: int, head_size: int, heads: int, fast_bytes: int, itemsize: int = 4) -> float:

@@ -177,13 +177,12 @@ class Checkpoints:
                 aside = where.with_name(f"{step}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 where.rename(aside)
-                warn(
-                    f"the checkpoint {where} is damaged ({error}) and was renamed to {aside.name}; "
-                    "the one before is used"
-                )
+                warn(f"the checkpoint {where} is damaged ({error}) and was renamed to {aside.name}")
         self._manager.reload()
-        if steps and found is None:
+        if found is None and steps:
             warn(f"no checkpoint in {self._folder} is whole; training starts anew")
+        elif found is not None and found[0] != steps[0]:
+            warn(f"training goes on from the checkpoint of step {found[0]}")
         return found
 
     def _whole(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:

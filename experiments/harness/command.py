@@ -49,38 +49,23 @@ def train_all(
     from experiments.harness import (
         comparison,
         figure,
-        meshes,
         models,
-        optimisers,
         programs,
         progress,
         trials,
     )
 
-    devices = meshes.Devices(checks.mesh_sizes(config.mesh) if config.mesh else None)
     schedule = Schedule(
         config.steps, config.batch, config.accumulate, config.steps_between_evaluations
     )
-    optimiser = optimisers.make_optimiser(
-        config.optimiser, config.steps, config.warmup, config.clip, config.weight_decay
-    )
+    arguments = programs.arguments_of(config, schedule, task)
 
     def compile_mechanism(mechanism: str) -> programs.Programs:
-        build = models.builder(mechanism, config, task)
-        return programs.Programs(
-            build,
-            optimiser,
-            schedule,
-            task,
-            config.precision,
-            config.redraw,
-            devices,
-            config.with_costs,
-        )
+        return programs.Programs(models.builder(mechanism, config, task), *arguments)
 
     mechanisms = [name for name in config.mechanisms if name not in left_out]
     runs = comparison.planned_runs(len(mechanisms), len(config.rates), len(config.seeds))
-    at_once = min(runs, config.at_once or (1 if config.mesh else machine.runs_at_once()))
+    at_once = machine.runs_at_once(config, runs)
     known = {trials.key_of(run): run for run in report.earlier_runs(folder)}
     with progress.Progress(runs, config.steps) as shown:
         one = trials.Trials(
@@ -88,7 +73,7 @@ def train_all(
             folders.fingerprint(settings),
             schedule,
             task,
-            programs.Kept(compile_mechanism),
+            programs.ProgramCache(compile_mechanism),
             shown,
             known,
         )

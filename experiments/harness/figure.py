@@ -51,6 +51,9 @@ def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") ->
       runs: results.
       task: task, which names the measure.
     """
+    # An earlier report, of other mechanisms, may have left figures that this one lacks.
+    for name in ("positions.png", "states.png", "operations.png"):
+        (folder / name).unlink(missing_ok=True)
     seeds: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         seeds.setdefault(run["mechanism"], []).append(run)
@@ -81,7 +84,7 @@ class Measure:
     @classmethod
     def of(cls, task: "Task") -> "Measure":
         """Returns the headline of a task."""
-        name = next(h for h, key in task.columns.items() if key == task.headline)
+        name = task.heading
         is_share = task.headline in SHARES
         name, unit = (f"{name} (%)", 0.01) if is_share else (name, 1.0)
         return cls(task.headline, name, unit, task.more_is_better)

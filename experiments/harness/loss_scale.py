@@ -17,7 +17,8 @@ class LossScale:
     """Factor of the loss (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
 
     A step with infinite or NaN gradients changes no parameter and halves the factor; the factor
-    doubles after `GROWTH_STEPS` other steps. The state is the factor and the number of those.
+    doubles after `GROWTH_STEPS` steps with finite gradients. The state is the factor, float32 `()`,
+    and the int32 number of such steps since it changed.
 
     Attributes:
       dynamic: False for no scaling.

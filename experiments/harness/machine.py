@@ -6,6 +6,10 @@ import os
 import pathlib
 import platform
 import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from experiments.harness.options import Options
 
 _MAPPINGS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 30_000
 
@@ -57,7 +61,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def runs_at_once() -> int:
+def runs_at_once(options: "Options", runs: int) -> int:
+    """Returns how many of the runs of a comparison are simultaneous."""
+    return min(runs, options.at_once or (1 if options.mesh else default_at_once()))
+
+
+def default_at_once() -> int:
     """Returns the default number of simultaneous runs.
 
     One small model leaves half of two CPU cores idle, and a third run uses the time that two runs

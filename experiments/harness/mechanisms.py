@@ -126,7 +126,8 @@ def parse(
         kind, _, times = part.partition("*")
         if times and not (times.isdecimal() and int(times)):
             raise ValueError(f"{part!r} must have a number of layers after the *, 1 or more")
-        parts.append((_layer(kind, heads, of_length, is_causal), int(times or 1)))
+        layer = _layer(kind, heads, of_length, longest or length, is_causal)
+        parts.append((layer, int(times or 1)))
     count = sum(count for _, count in parts)
     if count > layers:
         raise ValueError(f"{text!r} names {count} layers, but --layers is {layers}")
@@ -134,10 +135,12 @@ def parse(
     return tuple(turns[layer % len(turns)] for layer in range(layers))
 
 
-def _layer(text: str, heads: int, of_length: OfLength, is_causal: bool) -> dict[str, Any]:
+def _layer(
+    text: str, heads: int, of_length: OfLength, longest: int, is_causal: bool
+) -> dict[str, Any]:
     # The plus sign of 1e+3 is part of the number.
     parts = re.split(r"(?<!\d[eE])(?<!\.[eE])\+", text)
-    groups = [_mechanism(part, of_length, is_causal) for part in parts]
+    groups = [_mechanism(part, of_length, longest, is_causal) for part in parts]
     if len(groups) == 1:
         return groups[0]
     share, rest = divmod(heads, len(groups))
@@ -172,10 +175,10 @@ def _of_image(name: str, options: dict[str, Any], length: int) -> dict[str, Any]
 _IMAGES: Mapping[str, Callable[..., Pattern]] = {"axial": Axial, "grid": Grid}
 
 
-def _mechanism(text: str, of_length: OfLength, is_causal: bool) -> dict[str, Any]:
+def _mechanism(text: str, of_length: OfLength, longest: int, is_causal: bool) -> dict[str, Any]:
     name, options = options_of(text)
     if name in _IMAGES:
-        return _of_image(name, options, of_length["cosformer"]["max_length"])
+        return _of_image(name, options, longest)
     direction = "causal" if is_causal else "bidirectional"
     if name not in registry.names():
         known = ", ".join(registry.names(direction))

@@ -134,8 +134,8 @@ def _language_model(mechanism: str, options: Options, task: Task, hidden: int | 
 
 
 def _classifier(mechanism: str, options: Options, task: Task, hidden: int | None) -> Build:
-    name, own = options_of(mechanism)
-    if name == CONVOLUTIONAL:
+    if mechanism.partition(",")[0] == CONVOLUTIONAL:
+        _, own = options_of(mechanism)
         sizes = {"features": options.width, "filters": hidden or options.width} | own
         vocab_size = max(task.vocab_size, task.num_classes)
         return lambda rngs: Convolutional(

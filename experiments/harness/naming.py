@@ -30,7 +30,8 @@ def options_of(text: str) -> tuple[str, dict[str, Any]]:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise ValueError(
-                f"option {key} must be a number, a word in quotes or a pair, got {value!r}"
+                f"option {key} must be a Python literal, such as 8, True, 'word' or (4, 0), got "
+                f"{value!r}"
             ) from None
     return name, options
 

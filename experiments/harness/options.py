@@ -5,7 +5,9 @@ import dataclasses
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+import tyro
 
 from experiments.harness import checks, user_modules
 
@@ -29,6 +31,14 @@ OF_RUNS = frozenset(
     }
 )
 
+Mechanisms = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(
+        help="NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits "
+        "the task"
+    ),
+]
+
 OF_EXPERTS = frozenset({"experts", "experts_per_token", "expert_capacity", "shared_experts"})
 
 
@@ -36,8 +46,7 @@ OF_EXPERTS = frozenset({"experts", "experts_per_token", "expert_capacity", "shar
 class Options(abc.ABC):
     """Options of an experiment; each experiment has its own defaults."""
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
-    mechanisms: tuple[str, ...] = ("softmax",)
+    mechanisms: Mechanisms = ("softmax",)
     # Python modules that register mechanisms of their own. Finished runs are not trained again: a
     # mechanism whose code has changed needs another name, or the command another --output.
     imports: user_modules.Modules = ()
@@ -73,7 +82,7 @@ class Options(abc.ABC):
     weight_decay: float = 0.0  # decoupled weight decay of matrices
     clip: float = 1.0  # largest gradient norm
     redraw: int = 0  # steps between new random features of Performer and others; 0 for never
-    # Computation; parameters are always float32. float16 scales the loss.
+    # Dtype of the computation; parameters stay float32. With float16 the loss is scaled.
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     # Steps between evaluations, each of which writes a checkpoint; default steps / 8.
     evaluate_every: int | None = None

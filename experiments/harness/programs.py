@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,15 @@ import optax
 from flax import nnx
 
 from effattn.nn import Centroids, MixtureOfExperts, PipelinedLM, RoutingStats
-from experiments.harness import machine
+from experiments.harness import checks, machine
 from experiments.harness.loss_scale import LossScale
 from experiments.harness.meshes import ONE_DEVICE, Devices
+from experiments.harness.optimisers import make_optimiser
 from experiments.harness.schedules import Schedule
 from experiments.tasks.task import NOTHING, Batch, Scores, Task
+
+if TYPE_CHECKING:
+    from experiments.harness.options import Options
 
 # Arrays of a model: "trained" parameters; "moved" centroids, which training steps update; "fixed"
 # variables such as random features, which are the same for all seeds, and which `redraw` replaces.
@@ -73,8 +77,10 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
     return tuple((np.shape(leaf), np.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(tree))
 
 
-class Kept:
-    """Programs by mechanism, which runs of several seeds share, as long as there is room for them.
+class ProgramCache:
+    """Compiled programs by mechanism, which runs of several seeds share.
+
+    It is emptied when few memory mappings are left (`machine.is_full`).
 
     Args:
       make: function from a mechanism's name to its programs.
@@ -245,6 +251,7 @@ class Programs:
         return self._scale.down(loss, scale), gradients
 
     def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
+        """Returns `(params, optimiser_state, loss)` after a step; see the attribute `step`."""
         trained, (state, scale) = params["trained"], state
         differentiated = self._in_stages if self._has_stages else self._in_turn
         loss, gradients = differentiated(params, scale, batch)
@@ -283,6 +290,16 @@ class Programs:
         except NotImplementedError:
             return None
         return _total(state, lambda leaf: leaf.size * np.dtype(leaf.dtype).itemsize)
+
+
+def arguments_of(options: "Options", schedule: Schedule, task: Task) -> tuple[Any, ...]:
+    """Returns the arguments of `Programs` after the first, by the options of an experiment."""
+    optimiser = make_optimiser(
+        options.optimiser, schedule.steps, options.warmup, options.clip, options.weight_decay
+    )
+    devices = Devices(checks.mesh_sizes(options.mesh) if options.mesh else None)
+    computation = options.precision, options.redraw, devices, options.with_costs
+    return optimiser, schedule, task, *computation
 
 
 def _nats(logits: jax.Array, targets: jax.Array) -> jax.Array:

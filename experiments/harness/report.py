@@ -52,7 +52,7 @@ OF_RUN: Mapping[str, Callable[[Any], bool]] = {
 _OF_ROW = {key: OF_RUN[key] for key in OF_RUN if key not in ("seed", "loss", "curve")}
 
 # These measures are shown as percentages.
-SHARES = frozenset({"accuracy", "exact", "near", "far", "near_dear", "far_dear"})
+SHARES = frozenset({"accuracy", "exact", "near", "far", "near_exact_share", "far_exact_share"})
 
 
 def summarise(comparison: Comparison, columns: Mapping[str, str], headline: str) -> list[Row]:

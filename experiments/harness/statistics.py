@@ -16,6 +16,9 @@ class Mean(NamedTuple):
     value: float
     half: float | None
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
+
     def separates(self, other: "Mean") -> bool:
         """Returns whether the intervals are known and do not overlap."""
         if self.half is None or other.half is None:

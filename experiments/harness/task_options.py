@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from experiments.harness import checks, command, naming
+from experiments.harness import command, naming
 from experiments.harness.errors import UserError
 from experiments.harness.options import Options
 from experiments.tasks.task import Task
@@ -37,7 +37,7 @@ class TaskOptions(Options):
 
     def check(self) -> None:
         super().check()
-        checks.require(bool(self._task), self, "task", "is needed")
+        _ = self._task  # raises an error for a wrong task
 
     @functools.cached_property
     def _task(self) -> Task:

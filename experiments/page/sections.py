@@ -95,13 +95,13 @@ def _efficiency(summary: Summary) -> list[str]:
 
 
 def _scaling(summary: Summary) -> list[str]:
-    from experiments.scaling import ON_BOUNDS, spread, text_of
+    from experiments.scaling import ON_BOUNDS, text_of, with_interval
 
     rows = []
     for mechanism, fit in summary["fits"].items():
         law, share = fit["chinchilla"], fit["optimal_parameters"]
         values = [text_of(law, name) for name in ("alpha", "beta", "log E")]
-        rows.append([mechanism, *values, spread(share["value"], share["interval"])])
+        rows.append([mechanism, *values, with_interval(share["value"], share["interval"])])
     header = ["mechanism", "alpha", "beta", "E (nats per token)", "exponent of compute"]
     return [
         f"Fits of L = E + A / N^alpha + B / D^beta to the losses L of {len(summary['points'])} "
@@ -120,8 +120,7 @@ def _finetune(summary: Summary) -> list[str]:
         values = [value(r) for r in summary["runs"] if (r["way"], r["mechanism"]) == key]
         if not values:
             return NONE
-        found = mean(values)
-        return f"{found.value:.3f}" + ("" if found.half is None else f" ± {found.half:.3f}")
+        return str(mean(values))
 
     def last(run: Summary) -> float:
         return run[headline]

@@ -1,9 +1,7 @@
 """Training of originals, of models converted from them, and of the same models from scratch."""
 
 import dataclasses
-import functools
 import math
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from effattn import nn
-from experiments.harness import checks, machine, mechanisms, meshes, metrics, models, optimisers
+from experiments.harness import checks, machine, mechanisms, metrics, models
 from experiments.harness.comparison import compare, planned_runs
 from experiments.harness.models import REFERENCE
 from experiments.harness.naming import folder_name
-from experiments.harness.programs import Params, Programs
+from experiments.harness.programs import Params, ProgramCache, Programs, arguments_of
 from experiments.harness.progress import Progress
 from experiments.harness.schedules import Schedule
 from experiments.harness.training import Run, evaluate, train
@@ -27,7 +25,8 @@ if TYPE_CHECKING:
     from experiments.finetune import Config
 
 Record = dict[str, Any]
-# Way of training, which is "original", "scratch" or a way to recover; and mechanism.
+# Way of training ("original", "scratch", "finetune" or "distill"), or the form of a compressed
+# model; and mechanism.
 Kind = tuple[str, str]
 
 
@@ -109,35 +108,20 @@ class Trainer:
         every = config.evaluate_every or math.ceil(steps / 8)
         schedule = Schedule(steps, config.batch, config.accumulate, every)
         named = {f"{way}-{folder_name(mechanism)}": (way, mechanism) for way, mechanism in kinds}
-        compiling = threading.Lock()
-
-        @functools.cache
-        def compile_once(name: str) -> Programs:
-            return self._programs(named[name], schedule)
+        compiled = ProgramCache(lambda name: self._programs(named[name], schedule))
 
         def run(name: str, rate: float, seed: int) -> Record:
-            with compiling:  # two runs of a kind may start at the same time
-                programs = compile_once(name)
-            return self._run(named[name], name, rate, seed, schedule, programs, shown)
+            return self._run(named[name], name, rate, seed, schedule, compiled(name), shown)
 
         runs = planned_runs(len(named), len(rates), len(config.seeds))
-        at_once = min(runs, config.at_once or (1 if config.mesh else machine.runs_at_once()))
+        at_once = machine.runs_at_once(config, runs)
         with Progress(runs, steps) as shown:
             planned = (list(named), rates, config.seeds)
             return compare(*planned, run, better(task), shown, at_once).runs
 
-    def options_of_programs(self, schedule: Schedule) -> tuple[Any, ...]:
-        """The arguments of `Programs` after the first."""
-        config = self.config
-        optimiser = optimisers.make_optimiser(
-            config.optimiser, schedule.steps, config.warmup, config.clip, config.weight_decay
-        )
-        devices = meshes.Devices(checks.mesh_sizes(config.mesh) if config.mesh else None)
-        return optimiser, schedule, self.task, config.precision, config.redraw, devices
-
     def _programs(self, kind: Kind, schedule: Schedule) -> Programs:
         config, (way, mechanism) = self.config, kind
-        options = self.options_of_programs(schedule)
+        options = arguments_of(config, schedule, self.task)
         build = models.builder(REFERENCE, config, self.task)
         if way == "original":
             return Programs(build, *options)
@@ -168,9 +152,9 @@ class Trainer:
             self.trained[seed] = params
         elif way != "scratch":
             start, _ = programs.init(seed)
-            (name, validation), *_ = task.held_out().items()
+            (held_out, validation), *_ = task.held_out().items()
             scores = evaluate(programs, start, validation, schedule, validation)
-            measured = task.measure(name, validation, scores)
+            measured = task.measure(held_out, validation, scores)
             curve = [{"step": 0, "tokens": 0, **measured}, *curve]
         return {
             "way": way,

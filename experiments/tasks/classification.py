@@ -36,6 +36,12 @@ class Examples(NamedTuple):
         return Examples(self.tokens[at], lengths, self.labels[at])
 
 
+@functools.lru_cache(maxsize=8)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """Returns the order of the training examples in an epoch."""
+    return generator(seed, epoch).permutation(count)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classification(Task):
     """Base of the tasks that classify sequences; models may read a sequence as a whole."""
@@ -98,7 +104,7 @@ class Classification(Task):
                 "choose a smaller batch"
             )
         epoch, at = divmod(step, count // size)
-        order = generator(seed, epoch).permutation(count)
+        order = _order(seed, epoch, count)
         return examples.take(order[at * size : (at + 1) * size]).batch()
 
     def held_out(self) -> Mapping[str, Batch]:

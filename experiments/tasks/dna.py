@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.harness.errors import UserError
 from experiments.tasks.sources import digest, packaged
-from experiments.tasks.task import Batch, BitsTask, Task, generator, require
+from experiments.tasks.task import Batch, BitsTask, generator, require
 
 BASES = b"ACGT"
 
@@ -71,10 +71,15 @@ class NextBase(BitsTask):
 
     def held_out(self) -> Mapping[str, Batch]:
         return {
-            name: self._batch(part, np.arange(0, len(part) - self.length, self.length)[: self.held])
+            name: self._batch(part, self._starts(len(part)))
             for name, part in self.parts.items()
             if name != "train"
         }
+
+    def _starts(self, bases: int) -> np.ndarray:
+        """First bases of the held-out windows, spread over a part of the genome."""
+        whole = (bases - 1) // self.length
+        return self.length * np.linspace(0, whole - 1, min(self.held, whole)).round().astype(int)
 
     def _batch(self, bases: np.ndarray, starts: np.ndarray) -> Batch:
         windows = bases[starts[:, None] + np.arange(self.length + 1)].astype(np.int32)
@@ -85,7 +90,7 @@ def _bases(path: str) -> np.ndarray:
     """Returns the numbers of all bases in a FASTA file.
 
     Raises:
-      UserError: the file is missing, or has other letters than those of the bases.
+      UserError: the file is missing or empty, or has other letters than those of the bases.
     """
     if path:
         file = Path(path).expanduser()
@@ -97,13 +102,9 @@ def _bases(path: str) -> np.ndarray:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     letters = b"".join(line for line in lines if not line.startswith(b">")).upper()
-    others = set(letters) - set(BASES)
-    if others or not letters:
+    if not letters:
+        raise UserError(f"{file} has no bases; give a FASTA file with a sequence")
+    if others := set(letters) - set(BASES):
         found = bytes(sorted(others)).decode("latin-1")
         raise UserError(f"{file} has other letters than the bases A, C, G and T: {found!r}")
     return np.frombuffer(letters.translate(bytes.maketrans(BASES, bytes(range(4)))), np.uint8)
-
-
-TASKS: Mapping[str, Mapping[str, Task]] = {
-    "dna": {"small": NextBase(length=1024), "published": NextBase()}
-}

@@ -257,6 +257,4 @@ TASKS: Mapping[str, Mapping[str, Task]] = {
     "digits": {"small": Digits(), "published": Digits()},
     "mnist": {"small": MNIST(), "published": MNIST()},
     "cifar": {"small": CIFAR(), "published": CIFAR()},
-    "digit_pixels": {"small": NextPixel(images=Digits()), "published": NextPixel(images=Digits())},
-    "mnist_pixels": {"small": MNISTPixels(), "published": MNISTPixels()},
 }

@@ -51,8 +51,8 @@ class MixedRange(Synthetic):
         "accuracy": "accuracy",
         "near targets": "near",
         "far targets": "far",
-        "near tokens in exact attention": "near_dear",
-        "far tokens in exact attention": "far_dear",
+        "near tokens in exact attention": "near_exact_share",
+        "far tokens in exact attention": "far_exact_share",
         "thousand operations per token": "operations",
     }
     explained: ClassVar[str] = (
@@ -130,8 +130,8 @@ class MixedRange(Synthetic):
         exact = _exact(model, np.array_split(tokens, 16))
         return {
             "operations": cost.operations(call) / tokens.shape[1] / 1e3,
-            "near_dear": float(exact[self.is_near(batch)].mean()),
-            "far_dear": float(exact[self.is_far(batch)].mean()),
+            "near_exact_share": float(exact[self.is_near(batch)].mean()),
+            "far_exact_share": float(exact[self.is_far(batch)].mean()),
         }
 
 

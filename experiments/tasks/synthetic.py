@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -69,6 +70,10 @@ class Synthetic(Task):
         return self.draw_training(rng, size, *self.trained[rng.integers(len(self.trained))])
 
     def held_out(self) -> Mapping[str, Batch]:
+        return self._held_out
+
+    @functools.cached_property
+    def _held_out(self) -> Mapping[str, Batch]:
         return {
             self.held_out_name.format(*sizes): self.draw(
                 held_out_generator(index),

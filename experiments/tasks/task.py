@@ -74,6 +74,11 @@ class Task(abc.ABC):
         """Number of different input tokens."""
 
     @property
+    def heading(self) -> str:
+        """Heading of the headline in tables."""
+        return next(heading for heading, key in self.columns.items() if key == self.headline)
+
+    @property
     def num_classes(self) -> int:
         """Number of different targets."""
         return self.vocab_size

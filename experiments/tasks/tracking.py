@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -76,6 +77,10 @@ class StateTracking(Task):
         return self._drawn(generator(seed, step), size, self.trained)
 
     def held_out(self) -> Mapping[str, Batch]:
+        return self._held_out
+
+    @functools.cached_property
+    def _held_out(self) -> Mapping[str, Batch]:
         return {
             _name(*lengths): self._drawn(held_out_generator(index), self.held_out_size, lengths)
             for index, lengths in enumerate((self.trained, *self.tested))

@@ -56,7 +56,10 @@ def test_a_page_documents_own_and_shared_options():
         (["show", "synth"], "did you mean synthesizer"),
         (["list", "--family", "spars"], "unknown family 'spars'; did you mean sparse"),
         (["list", "--needs", "masks"], "unknown capability 'masks'; did you mean mask"),
-        (["list", "--exact", "--family", "linear"], "no mechanism has all that was asked for"),
+        (
+            ["list", "--exact", "--family", "linear"],
+            "no mechanism has kind exact, family linear; leave one of these out",
+        ),
         (["advise", "--causal"], "length must be an int"),
         (["advise", "--bidirectional", "--decode"], "--decode needs --causal"),
         (["advise", "--causal", "--sample", "nowhere.npz"], "nowhere.npz"),

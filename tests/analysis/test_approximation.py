@@ -22,10 +22,7 @@ DRAW = np.random.default_rng(0)
 QUERY, KEY, VALUE = (DRAW.normal(size=(2, T, heads, H)) for heads in (N, K, K))
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def exact(is_causal=False):

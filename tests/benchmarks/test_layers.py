@@ -6,6 +6,7 @@ from flax import nnx
 
 from benchmarks import layers
 from effattn import registry
+from tests.marks import slow_but_for
 
 
 def run(folder, *argv):
@@ -41,7 +42,9 @@ def test_what_does_not_fit_is_a_row_that_says_so(tmp_path, monkeypatch):
     assert f"| `mixture_of_mechanisms` | - | {mixture['skipped']} | - |" in table
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize(
+    "name", slow_but_for(("softmax", "sliding_window", "lsh", "cosformer"), registry.names())
+)
 def test_every_mechanism_has_a_layer_of_the_size_that_is_timed(name):
     for direction in {"causal", "bidirectional"} & registry.get(name).capabilities:
         nnx.eval_shape(functools.partial(layers.mixer_of, name, 256, direction == "causal"))

@@ -315,7 +315,7 @@ def test_draws_follow_the_cut_distribution(options, expected):
         ({"temperature": jnp.array([0.5, 1.0, 2.0])}, "one number for all rows"),
         ({"temperature": None}, "temperature must be one number for all rows, got None"),
         ({"temperature": 1.0}, "needs rng"),
-        ({"temperature": 1.0, "rng": 0}, "needs rng, a jax.random key, got 0"),
+        ({"temperature": 1.0, "rng": 0}, "rng must be a jax.random key, got 0"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 2.5}, "top_k must be an int"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 14}, "vocabulary size 13"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 0}, "top_k"),
@@ -436,3 +436,33 @@ def test_draws_do_not_depend_on_the_dtype_of_the_logits():
     logits, rng = jnp.zeros((64, 4096), jnp.bfloat16), jax.random.key(0)
     wide = sample_token(logits.astype(jnp.float32), rng, temperature=1.0)
     np.testing.assert_array_equal(sample_token(logits, rng, temperature=1.0), wide)
+
+
+def test_options_of_draws_without_a_temperature_are_refused():
+    with pytest.raises(ValueError, match="takes the likeliest token and uses no rng, top_k; give"):
+        sample_token(LOGITS, jax.random.key(0), top_k=2)
+    with pytest.raises(ValueError, match="uses no top_p"):
+        sample_token(LOGITS, top_p=0.9)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (3, 2, 4)])
+def test_each_row_may_have_its_own_temperature_and_share(shape):
+    """Four rows of a vocabulary of four, so that a wrong axis would have the same size."""
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(*shape, 4)).astype(np.float32)
+    temperature, top_p = draw.uniform(0.2, 2, shape), draw.uniform(0.3, 1, shape)
+    for seed in range(20):
+        rng = jax.random.key(seed)
+        together = sample_token(logits, rng, temperature=temperature, top_p=top_p)
+        for place in np.ndindex(shape):
+            options = {"temperature": temperature[place], "top_p": top_p[place]}
+            alone = sample_token(logits, rng, **options)
+            assert together[place] == alone[place]
+    with pytest.raises(ValueError, match="one number, or one for each row, of shape .*, got shape"):
+        sample_token(logits, rng, temperature=np.ones((*shape, 1)))
+
+
+@pytest.mark.parametrize("rng", [np.ones(2), jnp.zeros((3, 2), jnp.uint32), 7], ids=str)
+def test_what_is_no_key_is_refused(rng):
+    with pytest.raises(ValueError, match="rng must be a jax.random key, got"):
+        sample_token(LOGITS, rng, temperature=1.0)

@@ -82,13 +82,15 @@ def kernels(lowered, name):
     ("shape", "heads", "key_heads", "of_queries", "of_keys", "messages"),
     [
         ((4, 2), 8, 8, BY_HEAD, BY_HEAD, []),
-        ((4, 2), 8, 2, BY_HEAD, BY_HEAD, []),
-        ((8, 1), 2, 1, BY_ROW, BY_ROW, []),
-        ((4, 2), 8, 8, P(("batch", "heads")), P(("batch", "heads")), []),
+        slow((4, 2), 8, 2, BY_HEAD, BY_HEAD, []),
+        slow((8, 1), 2, 1, BY_ROW, BY_ROW, []),
+        slow((4, 2), 8, 8, P(("batch", "heads")), P(("batch", "heads")), []),
         # A key head whose query heads are on several devices: its gradients are summed.
         ((4, 2), 8, 1, BY_HEAD, BY_ROW, ["all-reduce"]),
-        ((2, 4), 8, 2, BY_HEAD, BY_ROW, ["all-reduce"]),
-        ((2, 4), 8, 4, P(None, None, ("heads", "batch")), P(None, None, "heads"), ["all-reduce"]),
+        slow((2, 4), 8, 2, BY_HEAD, BY_ROW, ["all-reduce"]),
+        slow(
+            (2, 4), 8, 4, P(None, None, ("heads", "batch")), P(None, None, "heads"), ["all-reduce"]
+        ),
         # Heads that cannot be divided evenly, and tokens, are gathered.
         ((2, 4), 6, 6, BY_ROW, P(None, "heads"), ["all-gather", "all-reduce"]),
         ((4, 2), 8, 8, P("batch", "heads"), BY_HEAD, ["all-gather", "all-to-all"]),
@@ -147,7 +149,7 @@ CHOICES = {
 @pytest.mark.parametrize(
     ("shape", "key_heads", "of_queries", "of_keys", "types"),
     [
-        ((4, 2), 2, BY_HEAD, BY_HEAD, "EE"),
+        slow((4, 2), 2, BY_HEAD, BY_HEAD, "EE"),
         slow((8, 1), 2, BY_ROW, BY_ROW, "EE"),
         # A key head whose query heads are on several devices.
         slow((2, 4), 2, BY_HEAD, BY_ROW, "EE"),

@@ -364,6 +364,37 @@ def kept(arrays):
     return cache.cache_file()
 
 
+def test_what_decides_the_implementation_is_part_of_the_key(arrays):
+    query, key, value = arrays
+    bias = np.zeros((1, 4, 40, 40), np.float32)
+    of_keys = bias[..., :1, :]
+    signatures = [
+        signature_of(CALL, *arrays),
+        signature_of(lambda scale: CALL(*arrays, scale=scale), jnp.float32(0.3)),
+        signature_of(functools.partial(CALL, bias=bias), *arrays),
+        signature_of(functools.partial(CALL, bias=of_keys), *arrays),
+    ]
+    pages = np.zeros((2, 16, 2, 16), np.float32)
+    given = {"block_table": np.array([[0, 1]]), "lengths": np.array([20])}
+    paged = functools.partial(effattn.paged_attention, query[:, :1], pages, pages, **given)
+    signatures += [signature_of(functools.partial(paged, local_window_size=w)) for w in (None, 8)]
+    assert len({*signatures}) == len(signatures)
+
+
+def test_results_of_two_processes_are_both_kept(kept, arrays):
+    cache.save({"another call": Choice("xla")})
+    cache.measured.cache_clear()
+    cache.measured()
+    # Another process writes its result after this one has read the file.
+    path = cache.cache_file()
+    entries = json.loads(path.read_text())
+    theirs = [{**entry, "call": f"{entry['call']} of theirs"} for entry in entries["measured"]]
+    path.write_text(json.dumps({**entries, "measured": theirs}))
+    cache.save({"a third call": Choice("xla")})
+    calls = {entry["call"] for entry in json.loads(path.read_text())["measured"]}
+    assert {"another call of theirs", "another call", "a third call"} <= calls
+
+
 def test_another_process_reads_it(kept, arrays):
     assert taken(CALL, *arrays) == [dispatch.Chosen(("xla",), tiles=TILES)]
     cache.save({"another call": Choice("triton")})

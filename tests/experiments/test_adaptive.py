@@ -25,15 +25,17 @@ def build(rngs):
 def test_the_loss_of_training_has_the_mean_cost_of_a_token_and_evaluations_do_not():
     schedule = Schedule(steps=1, batch=4, accumulate=2, evaluate_every=1)
     batch = in_parts(TASK.training(4, 0, 0), 2)
-    losses, nats = [], []
+    losses, nats, costs = [], [], []
     for with_costs in (False, True):
         programs = Programs(build, optax.sgd(1.0), schedule, TASK, with_costs=with_costs)
         params, state = programs.init(0)
         nats.append(programs.evaluate(params, batch).nats)
+        costs = [programs.model(params).with_costs(part)[1].mean() for part in batch.inputs[0]]
         losses.append(programs.step(params, state, np.float32(0), batch)[-1])
     np.testing.assert_array_equal(*nats)
+    np.testing.assert_allclose(losses[1] - losses[0], np.mean(costs), rtol=1e-5)
     # A token costs from 1 to 3 in each of two layers.
-    assert 2 < losses[1] - losses[0] < 6
+    assert 2 < np.mean(costs) < 6
 
 
 @pytest.mark.slow
@@ -45,5 +47,5 @@ def test_the_command_compares_mixtures_with_their_mechanisms(tmp_path, capsys):
     assert adaptive.main([*arguments, *tiny]) == 0
     assert "near tokens in exact attention" in capsys.readouterr().out
     runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
-    assert [run["far_dear"] for run in runs][0] == 1 and runs[1]["far_dear"] <= 0.6
+    assert [run["far_exact_share"] for run in runs][0] == 1 and runs[1]["far_exact_share"] <= 0.6
     assert (tmp_path / "operations.png").is_file()

@@ -34,7 +34,7 @@ def test_options_reach_the_mechanism():
     ("given", "sentence"),
     [
         (["nope"], "unknown mechanism 'nope'"),
-        (["lstm", "size"], "option size must be a number"),
+        (["lstm", "size"], "option size must be a Python literal"),
         (["lstm", "size=3"], "has no option size"),
     ],
 )

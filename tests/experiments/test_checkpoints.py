@@ -123,9 +123,10 @@ def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_read(tmp_path):
             assert progress == {"seconds": step}
             if step == 2:
                 fell_back.add(file.parts[0])
-                (warning,) = warnings
+                warning, then = warnings
                 assert warning.startswith(f"the checkpoint {folder / '3'} is damaged (")
-                assert warning.endswith("renamed to 3.damaged; the one before is used")
+                assert warning.endswith("renamed to 3.damaged")
+                assert then == "training goes on from the checkpoint of step 2"
                 assert "\n" not in warning and '"' not in warning
                 assert "tensorstore_spec" not in warning and "TensorStore details" not in warning
                 assert (folder / "3.damaged").is_dir()

@@ -13,6 +13,8 @@ from experiments.costs import caches, curves, figures, layers, measuring, tables
 from experiments.costs.layers import Layer, Workload, directions_of
 from experiments.harness.errors import UserError
 from experiments.harness.report import SCHEMA
+from tests.laws.battery import FIRST_NAMES
+from tests.marks import slow
 
 BUDGET = measuring.Budget(rounds=2, seconds=1.0, program_bytes=1e9)
 
@@ -140,7 +142,11 @@ def constants_of(closed):
 
 @pytest.mark.parametrize(
     ("name", "direction"),
-    [(name, direction) for name in registry.names() for direction in directions_of(name)],
+    [
+        (slow if name not in FIRST_NAMES else pytest.param)(name, direction)
+        for name in registry.names()
+        for direction in directions_of(name)
+    ],
 )
 def test_programs_hold_no_arrays_of_all_tokens(name, direction):
     """Compilers copy such arrays many times: for a million tokens the machine's memory was full."""

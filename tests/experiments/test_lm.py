@@ -22,7 +22,7 @@ from experiments.harness import folders, outcome
 from experiments.harness.errors import UserError
 from experiments.tasks import corpora
 from experiments.tasks.text import NextToken
-from tests.marks import slow_but_for
+from tests.marks import slow, slow_but_for
 
 ROOT = Path(lm.__file__).resolve().parents[1]
 TINY = """--layers 1 --width 8 --heads 2 --context 16 --window 4 --batch 4 --eval-windows 4
@@ -146,7 +146,7 @@ def test_a_table_that_is_written_again_says_how_many_runs_were_made_at_a_time(co
     path = output / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"at_once": 1}))
     (output / "summary.md").unlink()
-    monkeypatch.setattr("experiments.harness.machine.runs_at_once", lambda: 3)
+    monkeypatch.setattr("experiments.harness.machine.default_at_once", lambda: 3)
     assert lm.main(copied) == 0
     assert json.loads(path.read_text())["at_once"] == 1
 
@@ -337,10 +337,10 @@ def test_too_little_memory_is_one_sentence(capsys):
     ("signals", "status"),
     [
         (["SIGINT"], 130),
-        (["SIGTERM"], 143),
+        slow(["SIGTERM"], 143),
         (["SIGTERM", "SIGTERM"], 143),
-        (["SIGINT", "SIGTERM"], 130),
-        (["SIGINT", "SIGINT"], -signal.SIGINT),
+        slow(["SIGINT", "SIGTERM"], 130),
+        slow(["SIGINT", "SIGINT"], -signal.SIGINT),
         (["SIGTERM", "SIGINT"], -signal.SIGINT),
     ],
 )

@@ -65,7 +65,7 @@ def test_defaults_are_those_of_the_task_and_the_preset(asked):
         ("", "--task must be one of counting, last, got ''"),
         ("cuonting", "--task must be one of counting, last, got 'cuonting'"),
         ("counting,size=4", "--task counting has no option 'size'; its options are numbers, "),
-        ("counting,numbers=", "--task: option numbers must be a number, .* got ''"),
+        ("counting,numbers=", "--task: option numbers must be a Python literal, .* got ''"),
         ("counting,numbers=4,numbers=5", "--task: 'counting,.*' gives numbers twice; give it once"),
         ("counting,numbers=1", "--task counting,numbers=1: numbers must be at least 2, got 1"),
         ("counting,numbers=1e3", r"counting: option numbers must be like 16, got 1000\.0"),
@@ -139,7 +139,9 @@ def test_mechanisms_that_mask_nothing_fit_tasks_without_padding():
 
 
 def test_options_are_literals(monkeypatch):
-    monkeypatch.setattr(Options, "tasks", {"pixels": images.TASKS["digit_pixels"]})
+    monkeypatch.setattr(
+        Options, "tasks", {"pixels": {"small": images.NextPixel(images=images.Digits())}}
+    )
     with pytest.raises(UserError, match="pixels has no option 'images'; its options are none"):
         Options(task="pixels,images=3").check()
 

@@ -80,6 +80,21 @@ def programs():
     return programs_of()
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The parameters and the metrics of a run that nothing stops, by variant and seed."""
+
+    @functools.cache
+    def trained(variant, seed=1):
+        folder = tmp_path_factory.mktemp("whole")
+        run = Run("bigram", folder, "identity", seed=seed, learning_rate=0.01)
+        task = VARIANTS[variant].get("task", TASK)
+        params, _ = train(run, SCHEDULE, programs_of(**VARIANTS[variant]), task, Lines())
+        return params, untimed(folder / "metrics.jsonl")
+
+    return trained
+
+
 @pytest.fixture
 def run(tmp_path):
     return Run("bigram", tmp_path / "run", "identity", seed=1, learning_rate=0.01)
@@ -173,7 +188,7 @@ VARIANTS = {
     ("variant", "stopped_at"),
     [("one length", 2), ("one length", 3), *((each, 4) for each in VARIANTS), ("one length", 7)],
 )
-def test_a_killed_run_ends_with_the_same_parameters(run, lines, variant, stopped_at):
+def test_a_killed_run_ends_with_the_same_parameters(run, lines, uninterrupted, variant, stopped_at):
     class Killed(Exception):
         pass
 
@@ -184,15 +199,14 @@ def test_a_killed_run_ends_with_the_same_parameters(run, lines, variant, stopped
 
     programs = programs_of(**VARIANTS[variant])
     task = VARIANTS[variant].get("task", TASK)
-    whole = dataclasses.replace(run, folder=run.folder.with_name("whole"))
-    expected, _ = train(whole, SCHEDULE, programs, task, Lines())
+    expected, all_metrics = uninterrupted(variant)
     with pytest.raises(Killed):
         train(run, SCHEDULE, programs, task, Killer())
     params, _ = train(run, SCHEDULE, programs, task, lines)
     assert_identical(params, expected)
     # The run resumed at the last evaluation, without gaps or duplicates.
     assert lines.steps[0] == 3 * ((stopped_at - 1) // 3) + 1
-    assert untimed(run.folder / "metrics.jsonl") == untimed(whole.folder / "metrics.jsonl")
+    assert untimed(run.folder / "metrics.jsonl") == all_metrics
 
 
 def test_batches_of_two_shapes_are_trained_on_in_one_run(run, lines):
@@ -479,11 +493,10 @@ class Stopper(Lines):
     ("variant", "stopped_at"),
     [*(("one length", step) for step in (0, 1, 3)), *((each, 4) for each in VARIANTS)],
 )
-def test_a_stopped_run_goes_on_where_it_was(run, lines, variant, stopped_at):
+def test_a_stopped_run_goes_on_where_it_was(run, lines, uninterrupted, variant, stopped_at):
     programs = programs_of(**VARIANTS[variant])
     task = VARIANTS[variant].get("task", TASK)
-    whole = dataclasses.replace(run, folder=run.folder.with_name("whole"))
-    expected, _ = train(whole, SCHEDULE, programs, task, Lines())
+    expected, all_metrics = uninterrupted(variant)
     stopper = Stopper(stopped_at)
     with pytest.raises(Stopped):
         train(run, SCHEDULE, programs, task, stopper)
@@ -492,7 +505,7 @@ def test_a_stopped_run_goes_on_where_it_was(run, lines, variant, stopped_at):
     # No step is taken twice.
     assert len(stopper.steps) - stopped_at in (0, 1)
     assert stopper.steps + lines.steps == [1, 2, 3, 4, 5, 6, 7]
-    assert untimed(run.folder / "metrics.jsonl") == untimed(whole.folder / "metrics.jsonl")
+    assert untimed(run.folder / "metrics.jsonl") == all_metrics
 
 
 def test_a_stop_does_not_save_parameters_that_are_no_numbers(run, programs):
@@ -517,8 +530,8 @@ def test_a_damaged_checkpoint_costs_only_the_steps_after_the_one_before(run, pro
             path.write_bytes(path.read_bytes()[:20])
     params, again = train(run, SCHEDULE, programs, TASK, lines)
     assert lines.steps == [7]
-    (warning,) = lines.warnings
-    assert f"checkpoint {newest} is damaged" in warning
+    warning, then = lines.warnings
+    assert f"checkpoint {newest} is damaged" in warning and then.endswith("checkpoint of step 6")
     assert_identical(params, expected)
     assert {**again, "seconds": 0} == {**record, "seconds": 0}
     assert untimed(run.folder / "metrics.jsonl") == measured
@@ -569,22 +582,16 @@ def test_a_checkpoint_is_written_while_training_goes_on(run, programs, monkeypat
     assert went_on.is_set()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_a_signal_saves_all_runs_and_says_so(run, programs, number, status, at_once, capsys):
+@pytest.mark.parametrize(
+    ("at_once", "number", "status"), [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130)]
+)
+def test_a_signal_saves_all_runs_and_says_so(
+    run, programs, uninterrupted, number, status, at_once, capsys
+):
     runs = [
         dataclasses.replace(run, folder=run.folder / name, seed=i) for i, name in enumerate("ab")
     ]
-    expected = [
-        train(
-            dataclasses.replace(each, folder=each.folder / "whole"),
-            SCHEDULE,
-            programs,
-            TASK,
-            Lines(),
-        )[0]
-        for each in runs
-    ]
+    expected = [uninterrupted("one length", each.seed)[0] for each in runs]
     shown = Progress(2, SCHEDULE.steps)
     both = threading.Barrier(at_once)
 

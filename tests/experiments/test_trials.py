@@ -5,7 +5,7 @@ import pytest
 
 from experiments.harness import machine, trials
 from experiments.harness.errors import UserError
-from experiments.harness.programs import Kept
+from experiments.harness.programs import ProgramCache
 from experiments.harness.schedules import Schedule
 from experiments.harness.trials import Trials, better, key_of
 from tests.experiments.counting import Counting
@@ -124,7 +124,7 @@ def test_results_are_compared_by_the_headline_and_then_by_the_loss():
 
 def test_programs_are_kept_until_the_process_is_full(monkeypatch):
     made, forgotten = [], []
-    kept = Kept(lambda name: made.append(name) or object())
+    kept = ProgramCache(lambda name: made.append(name) or object())
     monkeypatch.setattr(machine, "forget_programs", lambda: forgotten.append(len(made)))
     monkeypatch.setattr(machine, "is_full", lambda: False)
     first = kept("softmax"), kept("linear")

@@ -85,7 +85,10 @@ def test_wrong_options_are_refused(options, message):
     ("options", "message"),
     [
         ({"span": SPAN}, "AdaptiveSpanSelfAttention has no option span; it learns the spans"),
-        ({"initial_span": 16}, "initial_span must be a number between 0 and max_span=16, or None"),
+        (
+            {"initial_span": 16},
+            "initial_span must be a number above 0 and below max_span=16, or None",
+        ),
     ],
 )
 def test_wrong_options_of_the_layer_are_refused(options, message):

@@ -17,10 +17,7 @@ LENGTH, SIZE, KEY_HEADS = 30, 4, 2
 BLOCKS = -(-LENGTH // SIZE)
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def by_head(mask_of, heads=4):

@@ -15,12 +15,6 @@ from tests.marks import slow
 LENGTH, SLOTS, SIZE = 14, 2, 4
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def drawn(*before, slots=SLOTS, size=SIZE):
     rng = np.random.default_rng(0)
     of_keys, of_values = rng.normal(size=(2, *before, slots, size)) / size**0.5

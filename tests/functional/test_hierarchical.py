@@ -20,12 +20,6 @@ from tests.marks import slow
 LENGTH = 23
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 @pytest.mark.parametrize("is_causal", [True, slow(False)], ids=["causal", "bidirectional"])
 def test_learned_summaries_at_three_levels_with_all_arguments(is_causal, x64):
     """A query meets its own segment, the sibling segment, and units of two segments."""

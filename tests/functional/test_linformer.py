@@ -18,12 +18,6 @@ QUERIES, KEYS, ROWS, LONGEST = 11, 14, 5, 16
 LENGTHS = {"query_seq_lengths": np.array([11, 7]), "key_value_seq_lengths": np.array([9, 0])}
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def drawn(*before):
     rng = np.random.default_rng(0)
     of_keys, of_values = rng.normal(size=(2, *before, ROWS, LONGEST)) / 4

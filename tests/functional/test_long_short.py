@@ -20,12 +20,6 @@ LENGTH = 14
 LENGTHS = {"query_seq_lengths": np.array([14, 9]), "key_value_seq_lengths": np.array([11, 0])}
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def with_norms(is_causal):
     """Keys and values of one size, two layer norms, and the scores of each token."""
     arrays = draw(LENGTH, LENGTH, size=3, value_size=3)

@@ -16,12 +16,6 @@ from tests.marks import slow
 LENGTH = 29
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def draw_global(share=0.2):
     return np.random.default_rng(3).random((2, LENGTH)) < share
 

@@ -29,12 +29,6 @@ both_ways = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 @pytest.fixture(autouse=True)
 def several_pieces(monkeypatch):
     """Cuts a round into several pieces, of which the last has an empty tile."""

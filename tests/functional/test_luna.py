@@ -18,10 +18,7 @@ PACK_QUERY = RNG.normal(size=(HEADS, PACKED, SIZE))
 STATE = np.zeros((BATCH, HEADS, SIZE, 5), np.float32)
 
 
-@pytest.fixture(autouse=True)
-def in_float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def attend(query=QUERY, tokens=slice(None), **options):

@@ -23,12 +23,6 @@ LENGTH = 13
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_nystromformer.npz"
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def compiled(function, **options):
     return jax.jit(functools.partial(function, **options))
 

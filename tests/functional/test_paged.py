@@ -213,6 +213,23 @@ def test_the_output_has_the_dtype_of_the_values():
     assert out.dtype == jnp.bfloat16
 
 
+def test_values_wider_than_the_queries_are_not_rounded():
+    (query, keys, values), given, arrays = draw([13, 6], dtype=np.float32)
+    query, keys = (x.astype(jnp.bfloat16) for x in (query, keys))
+    out = effattn.paged_attention(query, keys, values, **given)
+    assert out.dtype == np.float32
+    rounded = {name: np.asarray(arrays[name], jnp.bfloat16) for name in ("query", "key")}
+    true, _ = expected({k: np.float64(x) for k, x in (arrays | rounded).items()}, [13, 6])
+    np.testing.assert_allclose(out, true, rtol=1e-5, atol=1e-5)
+
+
+def test_traced_lengths_end_where_the_table_ends():
+    (query, keys, values), given, _ = draw([32, 32], dtype=np.float32)
+    whole = effattn.paged_attention(query, keys, values, **given)
+    more = attend(query, keys, values, **given | {"lengths": jnp.array([40, 32])})[0]
+    np.testing.assert_allclose(more, whole, rtol=1e-6)
+
+
 def test_gradients_are_refused_in_a_sentence():
     (query, *pages), given, _ = draw([13], dtype=np.float32)
     with pytest.raises(TypeError, match="is for decoding and has no gradients"):

@@ -16,10 +16,7 @@ QUERY, KEY, VALUE = RNG.normal(size=(3, BATCH, LENGTH, HEADS, SIZE))
 PROJECTION = RNG.normal(size=(HEADS, BLOCKS, SIZE))
 
 
-@pytest.fixture(autouse=True)
-def in_float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def by_block(x):

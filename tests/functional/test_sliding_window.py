@@ -21,12 +21,6 @@ from tests.xla.test_walks import count_pairs
 rng = np.random.default_rng(0)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def slopes_of(arrays):
     def score_mod(logit, b, h, i, j):
         return logit * (1 + 0.1 * b) - arrays["slopes"][h] * jnp.abs(i - j) + 0.01 * j

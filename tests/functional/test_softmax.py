@@ -20,12 +20,6 @@ TILE = (4, 5)
 rng = np.random.default_rng(0)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def attend(arrays, known, **options):
     options = {"tile": TILE, **options}
     return dot_product_attention(**arrays, **known, **options, return_residual=True)

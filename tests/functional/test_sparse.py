@@ -36,10 +36,7 @@ from tests.marks import slow
 QUERIES, KEYS = 21, 26
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def attend(pattern, options, arrays, known):

@@ -14,12 +14,6 @@ from tests.marks import slow
 LENGTH = 23
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def allowed(kind, factor, stride, summary):
     """The sets A of section 4.3 of the paper, computed pair by pair."""
     which = np.zeros((LENGTH, LENGTH), bool)

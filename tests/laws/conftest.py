@@ -1,21 +1,16 @@
-"""Fixtures for the subjects of the battery, and the order in which the laws test the subjects."""
+"""The mechanisms that laws test, and the order in which they test them."""
 
 import gc
 
 from effattn import registry
-from tests.laws.battery import IN_FLOAT32, SUBJECTS
+from tests.laws.battery import MECHANISMS
 from tests.laws.seconds import name_of
 
 
 def pytest_generate_tests(metafunc):
-    for fixture, subjects in (("mechanism", IN_FLOAT32), ("subject", SUBJECTS)):
-        if fixture in metafunc.fixturenames and not _is_parametrized(metafunc, fixture):
-            metafunc.parametrize(fixture, subjects, ids=str)
-
-
-def _is_parametrized(metafunc, fixture):
     marks = metafunc.definition.iter_markers("parametrize")
-    return any(fixture in mark.args[0] for mark in marks)
+    if "mechanism" in metafunc.fixturenames and not any("mechanism" in m.args[0] for m in marks):
+        metafunc.parametrize("mechanism", MECHANISMS, ids=str)
 
 
 def pytest_collection_modifyitems(items):
@@ -26,6 +21,11 @@ def pytest_collection_modifyitems(items):
     gc.set_threshold(100_000)
     order = {name: place for place, name in enumerate(registry.names())}
     places = [place for place, item in enumerate(items) if name_of(item) is not None]
-    laws = sorted((items[place] for place in places), key=lambda item: order[name_of(item)])
+
+    def place_of(item):
+        # These tests clear the programs that are known, so they come after all others.
+        return item.path.stem == "test_independence", order[name_of(item)]
+
+    laws = sorted((items[place] for place in places), key=place_of)
     for place, item in zip(places, laws, strict=True):
         items[place] = item

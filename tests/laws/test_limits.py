@@ -1,4 +1,4 @@
-"""Law 6: at its extreme each mechanism is another mechanism."""
+"""At its extreme each mechanism is another mechanism."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Law 9, second half: eight devices agree with one device, and communicate only shared gradients.
+"""Eight devices agree with one device, and communicate only shared gradients.
 
 `shard_map` is tested together with remat and scan, the other ways to call from a larger program.
 """
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.devices
 def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
     """All query heads share one key head, and all examples share biases, sinks and slopes.
 
-    Law 1 in bfloat16 runs the same program and checks its numbers.
+    The bfloat16 case of agreement with the naive form runs this program and checks its numbers.
     """
     found = collectives(shared_program(mechanism))
     arrays, *_ = draw_shared(mechanism, 0)

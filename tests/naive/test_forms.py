@@ -12,13 +12,6 @@ import effattn
 from effattn import registry
 from tests.dense import draw
 
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 FUNCTIONS = [n for n in registry.names() if registry.get(n).function is not None]
 
 

@@ -18,6 +18,7 @@ from effattn.nn import (
 )
 from tests.marks import slow, slow_but_for
 from tests.nn.build import filled, floats
+from tests.nn.calls import call, extend
 
 MIXERS = {
     "softmax": {"attention": "softmax"},
@@ -44,16 +45,6 @@ def make(rngs=0, **options):
 def made(**options):
     """A module with random parameters in place of its initial parameters."""
     return filled(lambda: make(**options))
-
-
-@jax.jit
-def call(mixer, x, lengths=None, segment_ids=None):
-    return mixer(x, lengths=lengths, segment_ids=segment_ids)
-
-
-@jax.jit
-def extend(mixer, x, state, lengths=None):
-    return mixer.extend(x, state, lengths=lengths)
 
 
 def close(actual, expected):

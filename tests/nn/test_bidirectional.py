@@ -8,6 +8,7 @@ from flax import nnx
 
 from effattn.nn import Bidirectional, TransformerConfig, TransformerLM
 from tests.nn.build import filled, floats
+from tests.nn.calls import call
 
 T, D = 11, 8
 MIXERS = {
@@ -18,11 +19,6 @@ MIXERS = {
 
 def made(mixer, **options):
     return filled(lambda: Bidirectional(D, 2, mixer=mixer, rngs=nnx.Rngs(0), **options))
-
-
-@jax.jit
-def call(mixer, x, lengths=None, segment_ids=None):
-    return mixer(x, lengths=lengths, segment_ids=segment_ids)
 
 
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)

@@ -166,6 +166,24 @@ def test_functions_and_mixer_classes_are_mechanisms():
     assert isinstance(by_class.blocks[1].mixer, nn.HedgehogSelfAttention)
 
 
+@pytest.mark.parametrize(("features", "heads", "size"), [(100, 8, 16), (64, 4, 32)])
+def test_heads_of_another_size_than_their_share_are_kept(features, heads, size):
+    old = nn.SelfAttention(features, heads, head_dim=size, rngs=nnx.Rngs(0))
+    x = jnp.ones((1, 5, features))
+    assert_close(nn.convert(old, WINDOW)(x), old(x))
+    groups = [{"name": "softmax", "num_heads": heads // 2}] * 2
+    assert_close(nn.convert(old, {"heads": groups})(x), old(x))
+
+
+def test_layers_are_converted_one_after_the_other_with_arrays_of_their_own():
+    lm = model(num_kv_heads=None)
+    for layer in (0, 1):
+        sink = {"name": "softmax", "sink": jnp.arange(4.0) + layer}
+        lm = nn.convert(lm, sink, layers=layer, rngs=nnx.Rngs(0))
+    first, second = lm.config.mixer
+    np.testing.assert_array_equal(second["sink"] - first["sink"], np.ones(4))
+
+
 def test_one_mixer_is_converted_as_well():
     case = golden("bigbird")
     exact = nn.bigbird_from_transformers(

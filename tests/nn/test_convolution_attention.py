@@ -8,6 +8,7 @@ from flax import nnx
 
 from effattn.nn import ConvolutionAttention, TransformerConfig, TransformerLM, generate
 from tests.nn.build import filled, floats
+from tests.nn.calls import call
 
 T, D = 9, 8
 
@@ -15,11 +16,6 @@ T, D = 9, 8
 def make(**options):
     options = {"combination": "sum", "width": 3, **options}
     return ConvolutionAttention(D, 2, rngs=nnx.Rngs(0), **options)
-
-
-@jax.jit
-def call(mixer, x):
-    return mixer(x)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -21,11 +21,11 @@ from effattn.nn import (
 )
 from tests.marks import slow
 from tests.nn.build import filled
+from tests.nn.calls import call, extend, sigmoid, silu
 
 FEATURES, HEADS, LENGTH = 16, 4, 12
 LAYERS = [DeltaNet, GatedDeltaNet]
 
-compiled = jax.jit
 X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float32)
 ONE_DOCUMENT = np.ones((2, LENGTH), int)
 
@@ -49,26 +49,8 @@ def mixer(layer):
     return made(layer)
 
 
-@compiled
-def call(mixer, x, lengths=None, segment_ids=None):
-    return mixer(x, lengths=lengths, segment_ids=segment_ids)
-
-
-@compiled
-def extend(mixer, x, state, lengths=None):
-    return mixer.extend(x, state, lengths=lengths)
-
-
 def close(actual, expected, tolerance=1e-5):
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def silu(x):
-    return x * sigmoid(x)
 
 
 def by_hand(mixer, x):
@@ -196,7 +178,7 @@ def test_padding_reaches_no_output_and_no_gradient(mixer):
     lengths = np.array([7, LENGTH])
     valid = np.arange(LENGTH) < lengths[:, None]
 
-    @compiled
+    @jax.jit
     def loss_and_gradient(mixer, x):
         def loss(mixer, x):
             return jnp.sum(jnp.where(valid[..., None], mixer(x, lengths=lengths), 0) ** 2)
@@ -233,7 +215,7 @@ def test_decays_start_between_a_thousandth_and_most_of_the_state():
         np.testing.assert_allclose(drawn.mean(), (low + high) / 2, atol=(high - low) / 20)
         np.testing.assert_allclose(drawn.std(), (high - low) / 12**0.5, rtol=0.05)
 
-    @compiled
+    @jax.jit
     def of_a_layer():
         mixer = make(GatedDeltaNet)
         return mixer.log_rate[...], mixer.step_bias[...]

@@ -20,6 +20,7 @@ from effattn.nn import (
 )
 from tests.marks import slow
 from tests.nn.build import filled, floats
+from tests.nn.calls import call, extend
 
 MASKED = {"name": "longformer", "local_window_size": (1, 0), "max_global": 3}
 NAMED = {"name": "longformer", "local_window_size": (1, 0), "global_tokens": (1, 5)}
@@ -35,16 +36,6 @@ def made(kind=TransformerLM, **changes):
     """A model with random parameters in place of its initial parameters."""
     config = dataclasses.replace(CONFIG, **changes)
     return filled(lambda: kind(config, rngs=nnx.Rngs(0)), spread=0.2)
-
-
-@jax.jit
-def call(model, tokens, **given):
-    return model(tokens, **given)
-
-
-@jax.jit
-def extend(model, tokens, state, **given):
-    return model.extend(tokens, state, **given)
 
 
 def close(ours, expected):

@@ -8,6 +8,7 @@ from flax import nnx
 
 from effattn.nn import HGRN2, TransformerConfig, TransformerLM
 from tests.nn.build import filled
+from tests.nn.calls import sigmoid
 
 FEATURES, HEADS, SIZE, VALUE_SIZE, LENGTH = 12, 3, 5, 4, 7
 X = np.random.default_rng(0).normal(size=(LENGTH, FEATURES)).astype(np.float32)
@@ -15,10 +16,6 @@ X = np.random.default_rng(0).normal(size=(LENGTH, FEATURES)).astype(np.float32)
 
 def of(variable):
     return np.asarray(variable[...], np.float64)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def by_hand(mixer, x):

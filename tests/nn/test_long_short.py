@@ -99,7 +99,7 @@ def test_its_weights_are_read_without_norms_of_values():
     ("options", "message"),
     [
         ({"num_projected": 0}, "num_projected must be an int, 1 or more slots, got 0"),
-        ({"slot_norm": None}, "no option slot_norm; it makes them from num_projected"),
+        ({"slot_norm": None}, "no option slot_norm; it makes the scores and the norms"),
         ({"window": 3}, "'long_short' has no option window;"),
     ],
 )

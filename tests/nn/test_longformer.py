@@ -12,6 +12,7 @@ import effattn
 from effattn import registry
 from effattn.nn import Alibi, LongformerSelfAttention, RotaryEmbedding
 from tests.nn.build import filled, floats
+from tests.nn.calls import call, extend
 
 LENGTH = 12
 GLOBAL = np.zeros((2, LENGTH), bool)
@@ -32,19 +33,6 @@ def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6)
 
 
-compiled = jax.jit
-
-
-@compiled
-def call(mixer, x, lengths=None, segment_ids=None, global_mask=None):
-    return mixer(x, lengths=lengths, segment_ids=segment_ids, global_mask=global_mask)
-
-
-@compiled
-def extend(mixer, x, state, lengths=None, global_mask=None):
-    return mixer.extend(x, state, lengths=lengths, global_mask=global_mask)
-
-
 def test_it_is_longformer_attention_between_projections():
     options = {"local_window_size": (2, 1), "is_causal": False, "use_bias": True}
     mixer = made(**options, global_projections=True)
@@ -57,18 +45,18 @@ def test_it_is_longformer_attention_between_projections():
     attention = functools.partial(
         effattn.longformer_attention, local_window_size=(2, 1), global_mask=GLOBAL, max_global=3
     )
-    out = compiled(attention)(**heads)
+    out = jax.jit(attention)(**heads)
     y = np.einsum("btnh,nhd->btd", out, mixer.out.kernel[...]) + mixer.out.bias[...]
     close(call(mixer, x, global_mask=GLOBAL), y)
 
 
 @pytest.mark.slow
 def test_global_projections_start_equal_to_the_others_and_are_learned_apart():
-    shared, own = compiled(lambda: (make(), make(global_projections=True)))()
+    shared, own = jax.jit(lambda: (make(), make(global_projections=True)))()
     x = floats(2, LENGTH, 16)
     close(call(own, x, global_mask=GLOBAL), call(shared, x, global_mask=GLOBAL))
 
-    @compiled
+    @jax.jit
     @jax.grad
     def gradient(mixer, x):
         return jnp.sum(mixer(x, global_mask=GLOBAL) ** 2)
@@ -114,12 +102,12 @@ def test_unequal_prompts_continue_as_each_would_alone():
     # The mask marks padding as global too, which must have no effect.
     mask = GLOBAL[:, :7] | (np.arange(7) >= lengths[:, None])
     state = mixer.init_state(2, LENGTH)
-    first, state = extend(mixer, prompt, state, lengths, mask)
+    first, state = extend(mixer, prompt, state, lengths, global_mask=mask)
     after = lengths[:, None] + np.arange(5)
     # The padding makes these tokens as many as the prompts, so the program is the same.
     rest = np.concatenate([x[rows, after], np.full_like(x[:, :2], np.nan)], 1)
     mask = np.concatenate([GLOBAL[rows, after], GLOBAL[:, :2]], 1)
-    second, state = extend(mixer, rest, state, np.array([5, 5]), mask)
+    second, state = extend(mixer, rest, state, np.array([5, 5]), global_mask=mask)
     for row, length in enumerate(lengths):
         close(first[row, :length], whole[row, :length])
     close(second[:, :5], whole[rows, after])

@@ -83,6 +83,14 @@ def test_the_penalty_is_the_mean_cost_of_valid_tokens():
             },
             "capacity=0.5 needs exact attention .* without bias",
         ),
+        (
+            {
+                "capacity": 0.5,
+                "gate": "top1",
+                "mechanisms": (LOCAL, {"name": "softmax", "mask": np.ones((7, 7), bool)}),
+            },
+            "capacity=0.5 needs exact attention .* without bias and mask",
+        ),
         ({"mechanisms": ("softmax", "sofmax")}, "unknown mechanism 'sofmax'"),
         ({"mechanisms": (1, 2)}, "each item of mechanisms must be a registered name, .* got 1"),
         ({"mechanisms": None}, "two or more registered names, .* got None"),

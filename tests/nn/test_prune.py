@@ -83,6 +83,9 @@ def test_models_of_another_kind_are_refused():
         nn.prune_heads(build(("softmax", "gru")), [[0], [0]])
     with pytest.raises(ValueError, match="must have the heads of the configuration, \\(4, 4\\)"):
         nn.prune_heads(build({"name": "softmax", "num_kv_heads": 2}), [[0], [0]])
+    window = {"name": "sliding_window", "local_window_size": (3, 0), "dilation": (1, 1, 2, 2)}
+    with pytest.raises(ValueError, match="no options that may differ by head, got dilation"):
+        nn.prune_heads(build(window), [[0], [0]])
     for options in ({"sink": jnp.arange(4.0)}, {"score_mod": lambda logit, b, h, i, j: logit * h}):
         with pytest.raises(ValueError, match="no options that may differ by head, got s"):
             nn.prune_heads(build({"name": "softmax", **options}), [[0], [0]])

@@ -10,6 +10,7 @@ from flax import nnx
 from effattn.arrays.segments import positions_from_segment_ids
 from effattn.nn import RotaryEmbedding, TransformerConfig, TransformerLM
 from tests.nn.build import filled, floats
+from tests.nn.calls import call
 
 CONFIG = TransformerConfig(vocab_size=13, num_layers=2, features=16, num_heads=4, num_kv_heads=2)
 TOKENS = np.random.default_rng(0).integers(0, 13, (2, 9)).astype(np.int32)
@@ -23,11 +24,6 @@ def made(**changes):
 def parameters(**changes):
     model = jax.eval_shape(lambda: made(**changes))
     return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
-@jax.jit
-def call(model, tokens):
-    return model(tokens)
 
 
 def close(actual, expected):

@@ -12,6 +12,7 @@ import effattn
 from effattn.nn import RandomFeatureSelfAttention
 from tests.marks import slow
 from tests.nn.build import filled, floats
+from tests.nn.calls import call
 
 X = floats(2, 11, 16)
 
@@ -21,11 +22,6 @@ def make(**options):
     return filled(
         lambda: RandomFeatureSelfAttention(16, 4, num_features=6, rngs=nnx.Rngs(0), **options)
     )
-
-
-@jax.jit
-def call(mixer, x, lengths=None):
-    return mixer(x, lengths=lengths)
 
 
 @pytest.mark.parametrize("gated", [slow(False), True])

@@ -27,6 +27,7 @@ from effattn.nn import (
 from effattn.nn.initializers import orthogonal_init
 from tests.marks import slow, slow_but_for
 from tests.nn.build import filled
+from tests.nn.calls import call, extend, sigmoid
 
 FEATURES, HEADS, LENGTH = 16, 4, 11
 NAMES = {
@@ -38,7 +39,6 @@ NAMES = {
     RWKV7: "rwkv7",
 }
 
-compiled = jax.jit
 X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float32)
 ONE_DOCUMENT = np.ones((2, LENGTH), int)
 
@@ -65,22 +65,8 @@ def made(layer):
     return filled(lambda: make(layer))
 
 
-@compiled
-def call(mixer, x, lengths=None, segment_ids=None):
-    return mixer(x, lengths=lengths, segment_ids=segment_ids)
-
-
-@compiled
-def extend(mixer, x, state):
-    return mixer.extend(x, state)
-
-
 def close(actual, expected, tolerance=1e-5):
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def of(variable):
@@ -142,7 +128,7 @@ def test_it_is_the_layer_of_its_paper(layer):
 
 
 def test_the_state_has_one_size(mixer):
-    state = compiled(lambda: mixer.init_state(3, 10**9, jnp.bfloat16))()
+    state = jax.jit(lambda: mixer.init_state(3, 10**9, jnp.bfloat16))()
     _, after = jax.eval_shape(mixer.step, jnp.ones((3, 1, FEATURES), jnp.bfloat16), state)
     same = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, after, state)
     assert all(jax.tree.leaves(same))
@@ -170,7 +156,7 @@ def test_padding_reaches_no_output_and_no_gradient(mixer):
     lengths = np.array([7, LENGTH])
     valid = np.arange(LENGTH) < lengths[:, None]
 
-    @compiled
+    @jax.jit
     def loss_and_gradient(mixer, x):
         def loss(mixer, x):
             return jnp.sum(jnp.where(valid[..., None], mixer(x, lengths=lengths), 0) ** 2)
@@ -215,7 +201,7 @@ def test_a_model_has_it_by_name(layer):
 def test_a_model_generates(layer):
     model = filled(lambda: model_with(layer))
     tokens = np.random.default_rng(0).integers(0, 7, size=(2, LENGTH))
-    forward = compiled(lambda model, tokens: model(tokens))
+    forward = jax.jit(lambda model, tokens: model(tokens))
     drawn = generate(model, tokens[:, :-1], max_new_tokens=2, temperature=0)
     tokens[:, -1] = drawn[:, 0]
     logits = forward(model, tokens)
@@ -234,7 +220,7 @@ def test_a_model_trains():
         log_probability = jax.nn.log_softmax(model(tokens[:, :-1]))
         return -jnp.take_along_axis(log_probability, tokens[:, 1:, None], -1).mean()
 
-    @compiled
+    @jax.jit
     def step(model):
         loss, gradient = jax.value_and_grad(loss_of)(model)
         return loss, jax.tree.map(lambda p, g: p - 0.1 * g, model, gradient)

@@ -24,6 +24,7 @@ from effattn.nn import (
     TransformerLM,
 )
 from tests.nn.build import filled, floats
+from tests.nn.calls import call, extend
 
 CONFIG = TransformerConfig(
     vocab_size=13,
@@ -46,16 +47,6 @@ def made(config=CONFIG, **changes):
     """A model with random parameters in place of its initial parameters."""
     config = dataclasses.replace(config, **changes)
     return filled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)), spread=0.1)
-
-
-@jax.jit
-def call(model, tokens, lengths=None, segment_ids=None):
-    return model(tokens, lengths=lengths, segment_ids=segment_ids)
-
-
-@jax.jit
-def extend(model, tokens, state, lengths=None):
-    return model.extend(tokens, state, lengths=lengths)
 
 
 def close(ours, expected, tolerance=1e-5):

@@ -129,6 +129,12 @@ def test_yarn_keeps_the_amplitude_of_shorter_sequences():
     np.testing.assert_allclose(rotary(x, jnp.zeros(1, int)), x)
 
 
+def test_a_list_of_turns_has_a_hash():
+    rotary = {"rule": "yarn", "scaling": 4.0, "trained_length": 32}
+    listed, paired = (RotaryEmbedding(**rotary, turns=of([1, 32])) for of in (list, tuple))
+    assert listed == paired and hash(listed) == hash(paired)
+
+
 def test_bad_sizes_are_named():
     with pytest.raises(ValueError, match="heads of at least the 8 features .* rotates, got 6"):
         RotaryEmbedding(features=8)(floats(1, 2, 1, 6), jnp.arange(2))

@@ -9,6 +9,7 @@ from flax import nnx
 from effattn.nn import RWKV6, RWKV7, PipelinedLM, TransformerConfig, TransformerLM
 from effattn.nn.token_shift import token_shift
 from tests.nn.build import filled
+from tests.nn.calls import sigmoid
 
 FEATURES, HEADS, SIZE, LENGTH = 12, 3, 4, 7
 X = np.random.default_rng(0).normal(size=(LENGTH, FEATURES)).astype(np.float32)
@@ -21,10 +22,6 @@ def randomised(layer, **options):
 
 def of(variable):
     return np.asarray(variable[...], np.float64)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def heads(x):

@@ -21,6 +21,7 @@ from effattn.nn import (
     prune_heads,
 )
 from tests.nn.build import filled
+from tests.nn.calls import call, extend
 
 CONFIG = TransformerConfig(
     vocab_size=13, num_layers=4, features=16, num_heads=4, num_kv_heads=2, qk_norm=True
@@ -51,16 +52,6 @@ def made(**changes):
 )
 def model(request):
     return made(**request.param)
-
-
-@jax.jit
-def call(model, tokens, **given):
-    return model(tokens, **given)
-
-
-@jax.jit
-def extend(model, tokens, state, lengths=None):
-    return model.extend(tokens, state, lengths=lengths)
 
 
 def close(actual, expected):

@@ -8,11 +8,10 @@ from flax import nnx
 
 from effattn.nn import ShortConvolution
 from tests.nn.build import filled
+from tests.nn.calls import call, extend, silu
 
 BATCH, LENGTH, FEATURES, WIDTH = 2, 11, 3, 4
 X = np.random.default_rng(0).normal(size=(BATCH, LENGTH, FEATURES)).astype(np.float32)
-
-compiled = jax.jit
 
 
 def make(width=WIDTH, **options):
@@ -20,22 +19,8 @@ def make(width=WIDTH, **options):
     return filled(lambda: ShortConvolution(FEATURES, width, rngs=nnx.Rngs(0), **options))
 
 
-@compiled
-def call(layer, x, lengths=None, segment_ids=None):
-    return layer(x, lengths=lengths, segment_ids=segment_ids)
-
-
-@compiled
-def extend(layer, x, state, lengths=None):
-    return layer.extend(x, state, lengths)
-
-
 def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
 
 
 @pytest.mark.parametrize("width", [1, 4, 13])
@@ -119,7 +104,7 @@ def test_padding_reaches_nothing():
     lengths = np.array([7, 0])
     valid = (np.arange(LENGTH) < lengths[:, None])[..., None]
 
-    @compiled
+    @jax.jit
     @jax.value_and_grad
     def loss(layer, x):
         return jnp.sum(layer(x, lengths=lengths) ** 2)

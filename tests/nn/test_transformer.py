@@ -25,6 +25,7 @@ from effattn.nn import (
 from effattn.testing.laws import rows_first
 from tests.marks import slow, slow_but_for
 from tests.nn.build import filled, floats
+from tests.nn.calls import call, extend
 
 CONFIG = TransformerConfig(
     vocab_size=13, num_layers=2, features=16, num_heads=4, num_kv_heads=2, qk_norm=True
@@ -65,16 +66,6 @@ QUICK = "softmax, rotary", "mixed, learned, untied"
 @pytest.fixture(params=slow_but_for(QUICK, VARIANTS))
 def model(request):
     return made(**VARIANTS[request.param])
-
-
-@jax.jit
-def call(model, tokens, lengths=None, segment_ids=None):
-    return model(tokens, lengths=lengths, segment_ids=segment_ids)
-
-
-@jax.jit
-def extend(model, tokens, state, lengths=None):
-    return model.extend(tokens, state, lengths=lengths)
 
 
 def loss(model, tokens, rngs=None):

@@ -16,6 +16,7 @@ from effattn.interfaces.block_attention import Config, Inputs
 from effattn.nn.alibi import Alibi
 from effattn.pallas import block_tiles, visited_tiles
 from effattn.testing.functions import as_float64, assert_close
+from effattn.testing.laws import rms
 from tests.dense import cotangents, draw, with_gradients
 from tests.marks import slow, slow_but_for
 from tests.pallas import block_cases
@@ -36,10 +37,6 @@ def test_it_agrees_with_float64(name):
 def test_rows_that_a_finite_bias_masks_have_their_gradients():
     ours = block_cases.interpreted(block_cases.BLURRED, "triton")
     assert_close(ours, block_cases.BLURRED.run("xla", np.float32), 1e-5)
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x[np.isfinite(x)])))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from effattn import dispatch, patterns
 from effattn.dispatch import device
 from effattn.pallas.triton import paged_attention as paged_triton
 from effattn.testing.functions import as_float64, assert_close, to_numpy
+from effattn.testing.laws import rms
 from effattn.triton import paged_attention as paged_jax_triton
 from tests.dense import cotangents, with_gradients
 from tests.functional.test_paged import draw as draw_pages
@@ -55,10 +56,6 @@ def demand_hopper(case):
     options = case.options()
     if jax.__version_info__ < (0, 12) and {"logits_soft_cap", "score_mod"} & options.keys():
         pytest.skip("jax 0.12 lowers the gradient of a function of logits")
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x[np.isfinite(x)])))
 
 
 # Block attention

@@ -165,6 +165,15 @@ def test_what_it_does_not_take_another_does(name, dtype, page_size, sizes, messa
         jax.jit(either).lower(*arrays)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_more_rows_than_fit_in_a_tile_are_refused(kernel):
+    arrays, given, _ = draw([80], queries=65, dtype=np.float32, page_size=16)
+    with pytest.raises(
+        NotImplementedError, match="up to 128 queries times query heads of a key head, got 65 x 2"
+    ):
+        effattn.paged_attention(*arrays, **given, implementation=kernel)
+
+
 @pytest.mark.parametrize(("dtype", "refused"), [(jnp.int8, True), (jnp.bfloat16, False)])
 def test_pools_of_which_offsets_would_overflow_are_refused(dtype, refused):
     """Pallas takes 64-bit offsets beyond 2**32 bytes, and these pools have 2**31 numbers."""

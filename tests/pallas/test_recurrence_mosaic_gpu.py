@@ -59,7 +59,7 @@ def interpreted(terms, state, tokens=ALL, normalized=False):
 
 
 def assert_near(ours, expected, most=0.006):
-    """Errors (root mean squares) are at most 1.5 times 2^-8, the spacing of bfloat16 numbers."""
+    """Errors (root mean squares) are at most 1.5 times 2^-8, the bound of bfloat16 rounding."""
     for error, _, size in errors(ours, ours, expected):
         assert error <= most * size
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from effattn import parallel
 from tests.laws.sharding import collectives
+from tests.marks import slow
 
 pytestmark = pytest.mark.devices
 
@@ -69,7 +70,14 @@ def gradients(function, arrays, targets):
 @pytest.mark.parametrize("schedule", parallel.SCHEDULES)
 @pytest.mark.parametrize(
     ("stages", "count", "lockstep"),
-    [(4, 6, False), (4, 6, True), (4, 1, False), (4, 1, True), (8, 3, False), (1, 3, False)],
+    [
+        (4, 6, False),
+        (4, 6, True),
+        (4, 1, False),
+        slow(4, 1, True),
+        slow(8, 3, False),
+        (1, 3, False),
+    ],
 )
 def test_equals_one_device(schedule, stages, count, lockstep):
     arrays, targets = drawn(stages, count)

@@ -238,6 +238,17 @@ def assert_layout_is_the_oracle(case):
     assert not (layout._mask("full") & layout._mask("partial")).any()
 
 
+def test_tiles_of_a_head():
+    alike = Causal()
+    assert {alike.tile(range(4), range(4), h=h) for h in (0, 3)} == {"partial"}
+    by_head = BlockMask(BLOCKS, 4)
+    for h, block in enumerate(BLOCKS[:, 2, 1]):
+        found = by_head.tile(range(8, 12), range(4, 8), (28, 24), h=h)
+        assert found == ("full" if block else "empty")
+    with pytest.raises(ValueError, match="h must be an int from 0 to 2, got 3"):
+        by_head.tile(range(4), range(4), (28, 24), h=3)
+
+
 @settings(max_examples=120)
 @given(cases(negated=False, every=False))
 def test_arithmetic_alone_is_exact_for_windows_globals_documents_prefixes_and_blocks(case):
@@ -420,10 +431,10 @@ def test_what_is_left_out_is_not_drawn(causal, ends):
         allowed = {b for b in range(ends[0], stop) if abs(b - row) > 2}
         drawn = [b for b in chosen if b >= 0]
         assert len(set(drawn)) == len(drawn) == min(3, len(allowed)) and set(drawn) <= allowed
-    # Each of about 43 candidates is drawn in 3 of 43 rows.
+    # Each candidate is drawn in about 3 of the 50 rows.
     if not causal:
         counts = np.bincount(blocks[blocks >= 0], minlength=50)[ends[0] : 50 - ends[1]]
-        assert counts.min() >= 0 and counts.max() < 12 and (counts > 0).mean() > 0.8
+        assert counts.max() < 12 and (counts > 0).mean() > 0.8
 
 
 @pytest.mark.parametrize("ends", [(2, 0), (1, 1)])

@@ -24,7 +24,6 @@ TABLE = mutations.read()
 
 
 def test_there_are_enough_mutations_of_all_parts():
-    assert len(TABLE) >= 70
     parts = {mutation.file.split("/")[1] for mutation in TABLE}
     assert {"cores", "xla", "llvm", "functional", "nn", "decode"} <= parts
 

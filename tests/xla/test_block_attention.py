@@ -24,12 +24,6 @@ TILE = (4, 5)
 BLOCKS = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0]], bool)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def over_layout(arrays, known, **config):
     config = Config(tile=TILE, scale=3**-0.5, key_tiles=2, **config)
     out, lse = block_attention(config, Inputs(**arrays, **known))

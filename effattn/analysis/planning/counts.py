@@ -215,12 +215,12 @@ def state_bytes(config: TransformerConfig, layer: int, batch: int, length: int) 
     """Bytes of the decode state of a layer."""
 
     def state():
-        mixer = Block(config, layer, rngs=nnx.Rngs(0)).mixer
-        if not hasattr(mixer, "init_state"):
+        block = Block(config, layer, rngs=nnx.Rngs(0))
+        if not hasattr(block.mixer, "init_state"):
             raise ValueError(
-                f"the mixer {type(mixer).__name__} does not decode; plan its training alone"
+                f"the mixer {type(block.mixer).__name__} does not decode; plan its training alone"
             )
-        return mixer.init_state(batch, length)
+        return block.init_state(batch, length)
 
     return _bytes(jax.eval_shape(state))
 

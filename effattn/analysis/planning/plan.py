@@ -32,8 +32,8 @@ class Plan:
       transfers: transfers by kind.
       computing: seconds of computation: operations at the rate of the hardware, or the bytes of the
         memory at its bandwidth, if they take longer.
-      waiting: seconds of transfers while which nothing else goes on.
-      hidden: seconds of transfers beside computation.
+      waiting: seconds of transfers during which the device computes nothing.
+      hidden: seconds of transfers that run during computation.
       bubble: share of the time in which the stages of a pipeline wait for each other.
     """
 
@@ -66,7 +66,11 @@ class Plan:
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs utilisation: operations without `WASTE`, of those that were possible."""
+        """Model FLOPs utilisation.
+
+        The operations without `WASTE`, divided by the operations that the hardware could do in the
+        time of the step.
+        """
         useful = sum(n for name, n in self.operations.items() if name not in WASTE)
         return useful / (self.seconds * self.hardware.operations)
 

@@ -52,11 +52,11 @@ def best_mesh(
 ) -> Meshes:
     """Finds the meshes of a number of devices on which a training step is predicted to be fastest.
 
-    The search is exact: it goes over all products of axes that give the number of devices, with the
-    axis tensor inside an island alone, and returns the first of them by `Plan.seconds` whose memory
-    is enough. Only plans that could be among them are completed: the search orders meshes by lower
-    bounds, which leave out what takes longest to count, and counts it for the mesh that is first
-    (best-first search). With several stages, each microbatch has one sequence of a device.
+    The search is exact. It considers all products of axes that give the number of devices, with the
+    axis tensor inside one island, and returns the `count` meshes with the smallest `Plan.seconds`
+    whose memory is enough. It is a best-first search: meshes wait in the order of a lower bound of
+    their time, and a full plan is made only for the mesh with the smallest bound. With several
+    stages, each microbatch has one sequence of a device.
 
     Args:
       model: as in `plan`.

@@ -62,7 +62,7 @@ class Layer:
         )
 
     def shape(self, name: str, axes: int) -> tuple[int, ...]:
-        """The shape of an array that must have so many axes."""
+        """The shape of an array that must have `axes` axes."""
         shape = np.shape(self.parameters[self.prefix + name])
         if len(shape) != axes:
             raise ValueError(f"{self.prefix}{name} must have {axes} axes, got the shape {shape}")

@@ -1,5 +1,6 @@
 """Loaders of attention layers of Reformer: with hashing, and local ones."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -123,7 +124,7 @@ def reformer_local_from_transformers(
         "block_sparse",
         head_dim=inner // num_heads,
         block_size=chunk_length,
-        block_mask=lambda m, n: (m - n <= chunks_before) & (n - m <= chunks_after),
+        block_mask=_NearChunks(chunks_before, chunks_after),
         is_causal=is_causal,
     )
     arrays = [(mixer.out.kernel, read.kernel("output.dense.weight", inner, features))]
@@ -131,6 +132,17 @@ def reformer_local_from_transformers(
         kernel = read.kernel(f"self_attention.{name}.weight", features, inner)
         arrays.append((getattr(mixer, name).kernel, kernel))
     return filled(mixer, arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NearChunks:
+    """Block mask of a chunk, the chunks before it and those after it."""
+
+    before: int
+    after: int
+
+    def __call__(self, m: Any, n: Any) -> Any:
+        return (m - n <= self.before) & (n - m <= self.after)
 
 
 def _checked(read: Layer, layers: tuple[str, ...], num_heads: int) -> tuple[int, int]:

@@ -127,9 +127,14 @@ def _refusal_of_the_device():
     if version is not None and _MISCOMPILED[0] <= int(version[1]) <= _MISCOMPILED[1]:
         return (
             "needs a CUDA version outside 12.8.0 to 12.9.0, whose ptxas miscompiles kernels of "
-            f"Mosaic GPU with causal masks, got {version[1]}"
+            f"Mosaic GPU with causal masks, got {_written(int(version[1]))}"
         )
     return None
+
+
+def _written(version: int) -> str:
+    """The number of a CUDA version, such as 12080, as text, 12.8.0."""
+    return f"{version // 1000}.{version % 1000 // 10}.{version % 10}"
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -330,7 +335,7 @@ def _forward_kernel(plan, x, _, outputs, scratch, block):
         )
         largest, total, mixed = tiles.fold(tile_of.walk, step, start)
         turns_of.finish()
-        seen = total > 0
+        seen = total != 0  # NaN stays NaN
         total = jnp.where(seen, total, 1.0)
         rows_of_lse[worker, :] = jnp.where(seen, largest / _LOG2E + jnp.log(total), -jnp.inf)
         plgpu.commit_smem()

@@ -101,8 +101,8 @@ def _backward(how: How, arrays: Arrays, state, d_out, d_state) -> Gradients:
     states, _ = call.states(state)
     co_states, first = call.states_back(d_out, _of_first_heads(plan.group, d_state))
     query, key, value, log_decay = call.gradients(states, co_states, d_out)
-    first = recurrence.whole_state(arrays, _over_group(plan.group, first, 1))
-    value = _over_group(plan.group, _of_shape(plan, value, arrays.value), 2)
+    first = recurrence.whole_state(arrays, recurrence.over_group(plan.group, first, 1))
+    value = recurrence.over_group(plan.group, _of_shape(plan, value, arrays.value), 2)
     return Gradients(query, key, value, log_decay, first)
 
 
@@ -153,7 +153,7 @@ def _corrected(how, arrays, chunks, state, *, reverse):
     states, last, found = recurrence_prepared_walk.walk(plan, operands, state, reverse=reverse)
     found = found[..., :values].astype(jnp.float32)
     if reverse:
-        found, states, last = (_over_group(group, x, 1) for x in (found, states, last))
+        found, states, last = (recurrence.over_group(group, x, 1) for x in (found, states, last))
     return found, states, last[..., :features, :values]
 
 
@@ -197,7 +197,7 @@ class _ByToken:
             wanted=("query", "key", "value") if with_value else ("query", "key"),
         )
         query = _of_shape(plan, found["query"], arrays.query)
-        key = _over_group(plan.group, _of_shape(plan, found["key"], arrays.key), 2)
+        key = recurrence.over_group(plan.group, _of_shape(plan, found["key"], arrays.key), 2)
         log_decay = None
         if self.sums is not None:
             log_decay = _d_log_decay(plan, arrays.log_decay, self.sums, sums_of_pairs)
@@ -240,9 +240,9 @@ class _ByFeature:
         query, key, weights, kept = (x.astype(jnp.float32) for x in found)
         d_chunks = recurrence_prepared.Prepared(
             query[..., :features],
-            _over_group(plan.group, key[..., :features], 1),
+            recurrence.over_group(plan.group, key[..., :features], 1),
             weights,
-            _over_group(plan.group, kept[..., :features], 1),
+            recurrence.over_group(plan.group, kept[..., :features], 1),
         )
         d_query, d_key, d_log_decay = self.pull_back(d_chunks)
         d_log_decay = jnp.where(jnp.isneginf(self.log_decay), 0, d_log_decay)
@@ -279,13 +279,6 @@ def _of_first_heads(group, x):
     return jnp.where(of_heads, jnp.repeat(x, group, 1), 0)
 
 
-def _over_group(group, x, axis):
-    """Sums over the heads of the output that read one value head."""
-    if group == 1:
-        return x
-    return x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :]).sum(axis + 1)
-
-
 def _d_log_decay(plan, log_decay, sums, sums_of_pairs):
     """Gradient of the log decays, see `effattn.pallas.recurrence`; zero where they are -inf."""
 
@@ -296,6 +289,6 @@ def _d_log_decay(plan, log_decay, sums, sums_of_pairs):
     kept = jnp.repeat(jnp.exp2(by_chunk(sums)[..., -1]), plan.group, 1)
     at_end = kept * inner.sum(-1) + by_chunk(later).sum(-1)
     crossing = lax.cumsum(by_chunk(of_queries - of_keys), axis=3, reverse=True)
-    gradient = _over_group(plan.group, crossing + at_end[..., None], 1)
+    gradient = recurrence.over_group(plan.group, crossing + at_end[..., None], 1)
     gradient = gradient.reshape(*gradient.shape[:2], -1)[..., : plan.length]
     return jnp.where(jnp.isneginf(log_decay), 0, jnp.swapaxes(gradient, 1, 2))

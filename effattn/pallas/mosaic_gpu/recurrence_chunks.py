@@ -216,8 +216,8 @@ class _Gradients:
         product = Product.of_worker(self.staged, 1)
         d_weights = product.of(value, transposed(d_out))
         own, d_weights = self._apart(self.decays.masked(d_weights, transposed=True))
-        # Weights are rounded as in `query`, before the scale: what pairs within the chunk add to
-        # q dq and to k dk then cancels.
+        # Weights are rounded as in `query`, before the scale, so that the contributions of pairs
+        # within the chunk to q dq and to k dk cancel.
         total = _scaled(self.scale, product.of(d_weights.astype(query.dtype), query))
         within = None if own is None else _dots(key, total)
         left = value

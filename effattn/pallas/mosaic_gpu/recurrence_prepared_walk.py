@@ -185,7 +185,7 @@ class _Block:
             self.x[...] = (wide(chunk["value"]) - recalled).astype(self.x.dtype)
             factors[0] = chunk["key"], self.x
         kept = [plgpu.layout_cast(chunk["kept"].at[part][...], ALONG_ROWS) for part in self.parts]
-        plgpu.commit_smem()  # what follows must not overtake the reads
+        plgpu.commit_smem()  # later copies must not overtake the reads above
         if self.corrected is not None:
             place = self.corrected.at[(*self.at, n, slice(None), self.columns)]
             plgpu.copy_smem_to_gmem(self.x, place)

@@ -9,8 +9,8 @@ The same kernel walks from the last chunk to the first for the gradients of the 
 in place of keys and gradients of the output in place of values (`effattn.pallas.recurrence`).
 
 Pieces. One block for each tile of each head can leave most of a GPU empty. The sequence is then cut
-into pieces. A first walk over all pieces at once starts with a state of zero and returns what each
-piece adds to the state. The states at the starts of the pieces follow from these, and a second walk
+into pieces. A first walk over all pieces at once starts with states of zero and returns the state
+that each piece adds. The states at the starts of the pieces follow from these, and a second walk
 saves the states.
 """
 

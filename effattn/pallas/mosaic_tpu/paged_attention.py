@@ -22,10 +22,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from effattn import dispatch
+from effattn.interfaces import paged_attention as interface
 from effattn.interfaces.paged_attention import Config, Pages
 from effattn.pallas.block_tiles import Softmax
 
-LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "pages of multiples of 16 tokens")
+MOST_ROWS = 128  # of a key head's product
+LIMITS = dispatch.Limits(
+    ("float32", "bfloat16"),
+    256,
+    f"pages of multiples of 16 tokens; up to {MOST_ROWS} queries times query heads of a key head",
+)
 ROWS, LANES = 16, 128  # shape of a register in bfloat16
 
 
@@ -34,15 +40,11 @@ def refusal(query: jax.Array, keys: Pages, values: Pages, table: jax.Array, *_) 
     page = keys.array.shape[1]
     if reason := LIMITS.refusal(query.dtype, query.shape[-1], values.array.shape[-1]):
         return reason
-    if values.array.dtype not in (query.dtype, jnp.int8):
-        return f"takes values in the dtype of the query or int8, got {values.array.dtype}"
     if page % ROWS:
         return f"takes pages of multiples of {ROWS} tokens, got {page}"
     if table.size > 2**17:
         return f"takes tables of up to {2**17} pages, in scalar memory, got {table.size}"
-    if 0 in query.shape:
-        return f"takes at least one query, got shape {query.shape}"
-    return None
+    return interface.refusal(query, keys, values, MOST_ROWS)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -63,8 +65,7 @@ def paged(
     group = heads // key_heads
     rows = -(-group * queries // ROWS) * ROWS
     # A row is one pair of a query head of the key head and a query token.
-    grouped = jnp.moveaxis(query.reshape(batch, queries, key_heads, group, size), 1, 3)
-    grouped = grouped.reshape(batch, key_heads, group * queries, size)
+    grouped = interface.by_key_head(query, key_heads)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group * queries), (0, 0)))
 
     def of_page(b, m, table, lengths):
@@ -128,12 +129,10 @@ def paged(
         grouped,
         *pools,
     )
-
-    def apart(x):
-        x = x[:, :, : group * queries].reshape(batch, key_heads, group, queries, *x.shape[3:])
-        return jnp.moveaxis(x, 3, 1).reshape(batch, queries, heads, *x.shape[4:])
-
-    return apart(out), apart(lse[..., 0])
+    return (
+        interface.by_token(out, queries, heads),
+        interface.by_token(lse[..., 0], queries, heads),
+    )
 
 
 def _span(config, queries, page, length):

@@ -141,7 +141,7 @@ class Decays:
         self.across = lax.broadcasted_iota(jnp.int32, square, 1)
 
     def sums(self, where):
-        """Sum, for each token (row), the log decays of the tokens (columns) in the mask `where`."""
+        """Sums the log decays of the tokens (columns) in the mask `where`, for each token (row)."""
         assert self.log is not None
         if self.plan.decay == "feature":
             return _sums(where, self.log)
@@ -195,7 +195,7 @@ class Pairs:
             self.alike = self._alike()
 
     def _halving(self, at, bit):
-        """Return, for blocks of `2 << bit` tokens, the separated pairs and decays to the border.
+        """Returns, for blocks of `2 << bit` tokens, the separated pairs and decays to the border.
 
         The pairs are a mask `(C, C)`; the decays between a token and the border are `(C, F)`.
         """

@@ -1,11 +1,11 @@
-"""The plain linear recurrence on TPUs: one kernel forward, and one for all gradients.
+"""The plain linear recurrence on TPUs: one kernel forward, two kernels backward.
 
 Nothing is gained by blocks in parallel, as a TPU core runs programs one after the other. The state
 stays in scratch memory from step to step, so that the forward reads each array once and writes the
 output. The backward has two kernels. The first saves the state before each step. The second goes
 through the steps in reverse: in each it computes the states before the blocks again, and then goes
-through the blocks in reverse, with the gradient of the state in scratch memory. It reads each array
-once and writes each gradient once.
+through the blocks in reverse, with the gradient of the state in scratch memory. Each kernel reads
+each of its arrays once, so that the backward reads keys, values and decays twice.
 """
 
 import functools

@@ -35,7 +35,7 @@ Placed = tuple[Any, pl.BlockSpec]
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """How the tokens are divided into steps.
+    """Division of the tokens into steps.
 
     Attributes:
       plan: static configuration.

@@ -164,8 +164,9 @@ class Parts(NamedTuple):
     """Tiles that a step visits, counted from the first tile that is copied.
 
     Attributes:
-      low, high: first visited tile, and one past the last.
-      first, stop: first visited tile that needs no mask, and one past the last.
+      low: first visited tile.
+      first, stop: first visited tile that needs no mask, and one past the last of these.
+      high: one past the last visited tile.
     """
 
     low: Any

@@ -16,9 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.pallas import block_tiles
+from effattn.pallas import block_tiles, visited_tiles
 from effattn.pallas.triton.tiles import Tile, call, entry, index_of, store
-from effattn.patterns.layouts import BlockLayout
 
 
 def gradient(
@@ -36,21 +35,13 @@ def gradient(
     """
     assert x.bias is not None
     plan, arrays = block_tiles.arrange(config, x, tile)
-    arrays = arrays._replace(walk=() if x.layout is None else (_kinds(x.layout),))
+    arrays = arrays._replace(walk=() if x.layout is None else (visited_tiles.kinds_of(x.layout),))
     sizes, axes = arrays.bias.shape, x.query.ndim - 3
     tiles = [n if size > 1 else 1 for n, size in zip(plan.grid, sizes[2:], strict=True)]
     rows = tuple(array.reshape(-1, *array.shape[axes:]) for array in rows)
     grid, shapes = (math.prod(tiles), sizes[1], sizes[0]), {"bias": (sizes, jnp.float32)}
     (d_bias,) = call(_bias_kernel, plan, (arrays, rows), grid, shapes, warps)
     return block_tiles.of_bias(d_bias, x)
-
-
-def _kinds(layout: BlockLayout) -> jax.Array:
-    """Returns int32 `(B or 1, K or 1, nq, nk)`: 0 for skipped, 1 for partial, 2 for full tiles."""
-    visited, full = (jnp.asarray(layout.block_mask(kind)) for kind in (None, "full"))
-    kinds = visited.astype(jnp.int32) + full
-    *batch, heads = kinds.shape[:-2] or (1,)
-    return kinds.reshape(math.prod(batch), heads, *kinds.shape[-2:])
 
 
 def _bias_kernel(plan, structure, *refs):

@@ -23,14 +23,17 @@ from jax.experimental.pallas import triton
 from effattn import dispatch
 from effattn.arrays.combine import combine
 from effattn.dispatch import device
+from effattn.interfaces import paged_attention as interface
 from effattn.interfaces.paged_attention import Config, Pages
 from effattn.pallas.triton import products
 
 RUNS = 264  # target number of programs: two per multiprocessor of the largest GPUs
+MOST_ROWS = 128  # of a tile; the sums of more do not fit in registers
 LIMITS = dispatch.Limits(
     ("float32", "bfloat16", "float16"),
     256,
-    "Ampere or later; pages of 16 to 256 tokens, a power of two",
+    "Ampere or later; pages of 16 to 256 tokens, a power of two; up to "
+    f"{MOST_ROWS} queries times query heads of a key head",
 )
 ROWS = 16  # smallest side of a product on tensor cores
 
@@ -40,17 +43,13 @@ def refusal(query: jax.Array, keys: Pages, values: Pages, *_) -> str | None:
     page = keys.array.shape[1]
     if reason := LIMITS.refusal(query.dtype, query.shape[-1], values.array.shape[-1]):
         return reason
-    if values.array.dtype not in (query.dtype, jnp.int8):
-        return f"takes values in the dtype of the query or int8, got {values.array.dtype}"
     if page < ROWS or page & (page - 1) or page > 256:
         return f"takes pages of 16 to 256 tokens, a power of two, got {page}"
-    if 0 in query.shape:
-        return f"takes at least one query, got shape {query.shape}"
     for x in (keys.array, values.array):
         # Pallas has 64-bit offsets only for arrays of more than 2**32 bytes.
         if 2**31 < x.size <= 2**32 // x.dtype.itemsize:
             return f"takes no int8 pages with 2**31 to 2**32 numbers in all, got shape {x.shape}"
-    return device.triton_refusal()
+    return interface.refusal(query, keys, values, MOST_ROWS) or device.triton_refusal()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -72,8 +71,7 @@ def paged(
     rows = max(ROWS, pl.next_power_of_2(group * queries))
     runs = max(1, min(room, RUNS // (batch * key_heads)))
     # A row is one pair of a query head of the key head and a query token.
-    grouped = jnp.moveaxis(query.reshape(batch, queries, key_heads, group, size), 1, 3)
-    grouped = grouped.reshape(batch, key_heads, group * queries, size)
+    grouped = interface.by_key_head(query, key_heads)
     width, value_width = pl.next_power_of_2(size), pl.next_power_of_2(value_size)
     widths = ((0, 0), (0, 0), (0, rows - group * queries), (0, width - size))
     whole = pl.BlockSpec(memory_space=pl.ANY)
@@ -126,12 +124,8 @@ def paged(
     )
     of_runs = range(runs)
     out, lse = combine([out[:, :, n] for n in of_runs], [lse[:, :, n] for n in of_runs])
-
-    def apart(x):
-        x = x[:, :, : group * queries].reshape(batch, key_heads, group, queries, *x.shape[3:])
-        return jnp.moveaxis(x, 3, 1).reshape(batch, queries, heads, *x.shape[4:])
-
-    return apart(out[..., :value_size]).astype(query.dtype), apart(lse)
+    out, lse = (interface.by_token(x, queries, heads) for x in (out[..., :value_size], lse))
+    return out.astype(query.dtype), lse
 
 
 def _kernel(

@@ -142,6 +142,16 @@ def test_the_axis_expert_divides_experts_alone():
     assert memory.stored(found) == number.total - number.experts * 3 / 4
 
 
+def test_the_state_has_that_of_channel_mixing():
+    sizes = {"vocab_size": 32, "num_layers": 2, "features": 64, "num_heads": 4, "positions": "none"}
+    config = TransformerConfig(**sizes, mixer="rwkv7", feed_forward="rwkv7")
+    state = jax.eval_shape(
+        lambda: TransformerLM(config, rngs=nnx.Rngs(0)).init_state(3, 128).layers
+    )
+    expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert sum(counts.state_bytes(config, layer, 3, 128) for layer in (0, 1)) == expected
+
+
 def test_a_cache_is_divided_along_the_sequence_and_a_state_is_not():
     def decoded(mixer, **mesh):
         return planning.plan(model(mixer), None, 128, mesh, "h100", training=False)

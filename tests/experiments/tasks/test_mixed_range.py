@@ -95,6 +95,6 @@ def test_samples_tell_the_cost_and_who_attends_exactly():
         of(**mixture, capacity=0.5),
     )
     for found, share in ((exact, 1), (near, 0), (all_, 1)):
-        assert found["near_dear"] == found["far_dear"] == share
-    assert 0.3 < half["near_dear"] < 0.6
+        assert found["near_exact_share"] == found["far_exact_share"] == share
+    assert 0.3 < half["near_exact_share"] < 0.6
     assert near["operations"] < half["operations"] < all_["operations"]

@@ -2,11 +2,13 @@
 
 import functools
 import pathlib
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from effattn import nn
 from tests.marks import slow
@@ -46,6 +48,12 @@ DECODING = {
     "reformer local": (LOCAL, "layers", "reformer_local"),
 }
 SLOW = "mamba2 of one group", "rwkv4 channels", "latent"
+
+
+def test_local_layers_of_reformer_are_alike_and_can_be_pickled():
+    parameters = golden("layers", "reformer_local")[0]
+    one, other = (nnx.split(LOCAL(parameters))[0] for _ in range(2))
+    assert one == other == pickle.loads(pickle.dumps(one))
 
 
 @jax.jit
