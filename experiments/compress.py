@@ -14,12 +14,12 @@ from typing import Any
 if not __package__:  # run as `python experiments/compress.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from experiments.compression.forms import ORIGINAL, forms_of, label
 from experiments.harness import checks, command, folders, machine, report
 from experiments.harness.errors import UserError
 from experiments.harness.report import markdown_table
 from experiments.harness.text_options import TextOptions, presets
 
-ORIGINAL, LONGER = "original", "longer"
 PRUNABLE = "softmax", "sliding_window"
 
 Record = dict[str, Any]
@@ -101,16 +101,6 @@ class Config(TextOptions):
 PRESETS = presets(Config)
 
 
-def label(form: str) -> str:
-    """Returns the words for a form in tables."""
-    if form.startswith("int"):
-        return f"{form[3:]} bits a weight"
-    if form.startswith("heads-"):
-        count = int(form[6:])
-        return f"{count} {'head' if count == 1 else 'heads'} fewer in each layer"
-    return ORIGINAL if form == ORIGINAL else f"{ORIGINAL}, trained on"
-
-
 def table(summary: Mapping[str, Any]) -> str:
     """Returns the table of the forms."""
     from experiments.harness.statistics import mean
@@ -160,18 +150,13 @@ def markdown(summary: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, *report.configuration(summary)])
 
 
-def forms_of(config: Config) -> list[str]:
-    """Returns the names of the forms that are trained on: the original, and compressed forms."""
-    return [LONGER, *(f"int{n}" for n in config.bits), *(f"heads-{n}" for n in config.fewer_heads)]
-
-
 def check_forms(config: Config, task: Any) -> dict[str, int]:
     """Returns the bytes of the parameters of each form; `UserError` if one is impossible."""
     # Imported late: --help and bad input need not wait for JAX.
     from experiments.compression.training import sizes
 
     checks.check_mechanisms(config, task)
-    return sizes(config, task, forms_of(config))
+    return sizes(config, task, forms_of(config.bits, config.fewer_heads))
 
 
 def train(

@@ -501,7 +501,7 @@ FUNCTIONS = {
         unnormalized=frozenset({"skip"}),
         cross_and_segments=False,
         mixes_queries=True,  # landmarks are means of queries
-        least_tokens=4,
+        least_tokens={"": 4, "skip": 4, "more landmarks than queries": 9},
     ),
     "routing": Tiled(
         variants={"": {"cluster_size": 5}},

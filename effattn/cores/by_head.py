@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from effattn.arrays import checks, mesh_axes
+from effattn.arrays.axes import fold
 from effattn.cores import sequence_parts
-from effattn.cores.folding import fold
 from effattn.cores.recurrence import Arguments
 from effattn.interfaces.linear_recurrence import clear
 

@@ -15,11 +15,11 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.arrays import dtypes, mesh_axes
+from effattn.arrays.axes import fold
 from effattn.arrays.combine import exponentials
 from effattn.arrays.linear_map import with_derivatives
 from effattn.arrays.products import widened
 from effattn.cores import packed_pairs
-from effattn.cores.folding import fold
 from effattn.dispatch.partition import may_be_divided
 
 # Maximum pairs in a tile.

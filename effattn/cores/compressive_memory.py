@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import mesh_axes
+from effattn.arrays.axes import fold, unfold
 from effattn.cores.feature_maps import elu
 
 
@@ -84,7 +85,6 @@ def read(
     *batch, time, heads, size = query.shape
     axis, key_heads, dtype = len(batch), key.shape[-2], memory.whole.dtype
     tile = max(min(segment_size, time), 1)
-    tiles = -(-time // tile)
     product = functools.partial(jnp.einsum, precision=precision)
 
     def features(x):
@@ -131,9 +131,7 @@ def read(
         return (Memory(whole, pending), last), out.reshape(*out.shape[:-3], heads, out.shape[-1])
 
     def in_tiles(x, **options):
-        padding = [(0, tiles * tile - time) if n == axis else (0, 0) for n in range(x.ndim)]
-        x = jnp.pad(x, padding, **options)
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], tiles, tile, *x.shape[axis + 1 :]), axis, 0)
+        return jnp.moveaxis(fold(x, tile, axis, **options), axis, 0)
 
     of_tiles = (
         in_tiles(query),
@@ -147,9 +145,7 @@ def read(
         ),
     )
     (memory, _), out = lax.scan(jax.checkpoint(step), (memory, number), of_tiles)
-    out = jnp.moveaxis(out, 0, axis)
-    out = out.reshape(*out.shape[:axis], tiles * tile, *out.shape[axis + 2 :])
-    return lax.slice_in_dim(out, 0, time, axis=axis), memory
+    return unfold(jnp.moveaxis(out, 0, axis), time, axis), memory
 
 
 def _quotient(sums: jax.Array) -> jax.Array:

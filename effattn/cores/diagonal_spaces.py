@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import dtypes, mesh_axes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import passed_states, sequence_parts, token_mixing
 from effattn.xla.linear_scan import linear_scan
@@ -203,11 +203,7 @@ def _recurrence(x, space, state, rows):
     chunk = max(1, min(_CHUNK, time))
 
     def chunks(array):
-        if array is None:
-            return None
-        array = jnp.pad(array, ((0, 0), (0, -time % chunk), *[(0, 0)] * (array.ndim - 2)))
-        array = array.reshape(batch, -(-time // chunk), chunk, *array.shape[2:])
-        return jnp.moveaxis(array, 1, 0)
+        return None if array is None else jnp.moveaxis(fold(array, chunk, 1), 1, 0)
 
     @jax.checkpoint
     def step(before, of_chunk):

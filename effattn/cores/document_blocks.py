@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from effattn.arrays import checks, mesh_axes
-from effattn.arrays.axes import lead, over_batch
+from effattn.arrays.axes import fold, lead, over_batch, unfold
 from effattn.arrays.gathers import permute
 from effattn.arrays.segments import (
     ends_of_runs,
@@ -255,18 +255,18 @@ def attend_inside(
       given: the checked arguments.
     """
     count, places, axis = blocks.first.shape[-1], blocks.token.shape[-1], query.ndim - 3
-    fold = functools.partial(folding.fold, size=places // count, axis=axis)
-    tokens = fold(blocks.token)
+    in_blocks = functools.partial(fold, size=places // count, axis=axis)
+    tokens = in_blocks(blocks.token)
     inside = dataclasses.replace(
         given,
         query_lengths=None,
         key_lengths=None,
-        segments=(fold(ids[0]), fold(ids[1])),
+        segments=(in_blocks(ids[0]), in_blocks(ids[1])),
         positions=(tokens, tokens) if given.dropout_rate else None,
         origin=folding.example_of_blocks(count) if given.dropout_rate else None,
     )
-    found = attention.attend(fold(query), fold(key), fold(value), inside)
-    out, lse = (folding.unfold(x, places, axis) for x in found)
+    found = attention.attend(in_blocks(query), in_blocks(key), in_blocks(value), inside)
+    out, lse = (unfold(x, places, axis) for x in found)
     return out, lse
 
 
@@ -285,7 +285,7 @@ def main_keys(
     """
     count, axis = blocks.first.shape[-1], of_keys.ndim - 1
     is_key = blocks.is_main & (of_keys != 0)
-    has_keys = folding.fold(is_key, of_keys.shape[-1] // count, axis).any(-1)
+    has_keys = fold(is_key, of_keys.shape[-1] // count, axis).any(-1)
     return is_key, jnp.where(has_keys, ids_of_blocks(blocks, row_ids), 0)
 
 
@@ -293,7 +293,7 @@ def ids_of_blocks(blocks: Blocks, row_ids: jax.Array) -> jax.Array:
     """Segment id `(*B, n)` of the main document of each block, from those of the tokens."""
     # The first token of a block belongs to its main document.
     size = blocks.token.shape[-1] // blocks.first.shape[-1]
-    return folding.fold(blocks.gather_ids(row_ids), size, row_ids.ndim - 1)[..., 0]
+    return fold(blocks.gather_ids(row_ids), size, row_ids.ndim - 1)[..., 0]
 
 
 def attend_slots(

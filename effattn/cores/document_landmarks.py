@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead
 from effattn.arrays.gathers import inverse_of, permute
 from effattn.arrays.segments import positions_from_segment_ids, starts_of_runs
-from effattn.cores import document_blocks, folding
+from effattn.cores import document_blocks
 from effattn.cores.document_blocks import Blocks
 from effattn.cores.document_slots import document_sums
 from effattn.cores.segment_means import Segments
@@ -111,6 +111,6 @@ def landmarks_of(ids: jax.Array, count: int) -> Landmarks:
 
 def _range_of_tiles(number: jax.Array, tile: int) -> Any:
     """The first and last document of each tile, by their numbers `(*B, L)` from 1 on; 0 is none."""
-    number = folding.fold(number, tile, number.ndim - 1)
+    number = fold(number, tile, number.ndim - 1)
     most = jnp.iinfo(number.dtype).max
     return jnp.where(number == 0, most, number).min(-1), number.max(-1)

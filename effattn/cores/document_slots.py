@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import dropout, dtypes, mesh_axes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead, unfold
 from effattn.arrays.linear_map import with_derivatives
-from effattn.cores import attention, folding
+from effattn.cores import attention
 from effattn.cores.running_maxima import maxima_of_documents
 
 # Tokens whose pairs are computed at a time.
@@ -36,7 +36,7 @@ def _sums(_, x, ids):
     size = min(_CHUNK, length)
     # A new id for the padding.
     ids = jnp.pad(ids, [*[(0, 0)] * axis, (0, -length % size)], constant_values=-1)
-    x, ids = folding.fold(x, size, axis), folding.fold(ids, size, axis)  # (*B, n, c, F)
+    x, ids = fold(x, size, axis), fold(ids, size, axis)  # (*B, n, c, F)
     is_same = (ids[..., :, None] == ids[..., None, :]).astype(x.dtype)
     inside = jnp.einsum("...ts,...sf->...tf", is_same, x, precision="highest")
     first, last = ids[..., 0], ids[..., -1]
@@ -63,7 +63,7 @@ def _sums(_, x, ids):
     of_first, of_last = ids == first[..., None], ids == last[..., None]
     total = inside + jnp.where(of_first[..., None], before[..., None, :], 0)
     total = total + jnp.where(of_last[..., None], after[..., None, :], 0)
-    return folding.unfold(total, length, axis)
+    return unfold(total, length, axis)
 
 
 # The sum over a document is its own transpose.

@@ -9,24 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead, unfold
 from effattn.cores import attention
-
-
-def fold(array: jax.Array, size: int, axis: int) -> jax.Array:
-    """Splits `(*B, L, ...)` at `axis` into `(*B, ceil(L / size), size, ...)`, zero-padded."""
-    padding = [(0, 0)] * array.ndim
-    padding[axis] = (0, -array.shape[axis] % size)
-    array = jnp.pad(array, padding)
-    shape = array.shape
-    return array.reshape(*shape[:axis], shape[axis] // size, size, *shape[axis + 1 :])
-
-
-def unfold(array: jax.Array, length: int, axis: int) -> jax.Array:
-    """Inverse of `fold`: `(*B, blocks, size, ...)` to its first `length` tokens."""
-    shape = array.shape
-    array = array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-    return jax.lax.slice_in_dim(array, 0, length, axis=axis)
 
 
 def in_tiles_of_queries(function: Any, arrays: Any, tokens: int) -> Any:

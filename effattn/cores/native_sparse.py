@@ -11,7 +11,7 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.arrays import checks, dtypes
-from effattn.arrays.axes import over_batch
+from effattn.arrays.axes import fold, over_batch
 from effattn.arrays.combine import exponentials
 from effattn.arrays.products import widened
 from effattn.arrays.segments import positions_from
@@ -95,7 +95,7 @@ class Settings:
             return key, value
 
         def blocks(x):  # (*B, M, K, l, H)
-            strides = folding.fold(x, self.stride, axis)
+            strides = fold(x, self.stride, axis)
             firsts = range(self.compression // self.stride)
             parts = [lax.slice_in_dim(strides, n, n + count, axis=axis) for n in firsts]
             return jnp.swapaxes(jnp.concatenate(parts, axis + 1), -3, -2)
@@ -466,4 +466,4 @@ def _of_blocks(settings: Settings, scores, count: int):
     strides = settings.block // settings.stride
     missing = max(count * strides - scores.shape[1], 0)
     scores = jnp.pad(scores, ((0, 0), (0, missing)))
-    return folding.fold(scores, strides, 1).sum(-1)[:, :count]
+    return fold(scores, strides, 1).sum(-1)[:, :count]

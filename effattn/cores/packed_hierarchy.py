@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from effattn.arrays.axes import lead, shifted
+from effattn.arrays.axes import fold, lead, shifted, unfold
 from effattn.arrays.combine import combine
 from effattn.cores import attention, document_blocks, folding, hierarchy, sequence_parts
 from effattn.cores.document_blocks import Blocks
@@ -30,14 +30,14 @@ def attend(
     ids = of_queries, of_keys
     parts = [document_blocks.attend_inside(blocks, ids, query, key, value, given)]
 
-    fold = functools.partial(folding.fold, size=sizes.segment, axis=axis)
+    in_blocks = functools.partial(fold, size=sizes.segment, axis=axis)
     is_key, of_blocks = document_blocks.main_keys(blocks, given.segments[0], of_keys)
     # The number of each block in its document.
     number = jnp.arange(blocks.first.shape[-1], dtype=jnp.int32)
     number = lead(number, blocks.first.ndim) - blocks.first
     siblings = sizes.siblings(length)
     has_others = sizes.segments(length) > 2**siblings
-    runs = tokens(fold(key), fold(value), fold(is_key), summary_query, given.scale)
+    runs = tokens(in_blocks(key), in_blocks(value), in_blocks(is_key), summary_query, given.scale)
     levels = []
     for level in range(1, siblings + has_others + 1):
         runs = pool(runs, sizes.piece(1)) if level == 1 else _merged(runs, blocks, level)
@@ -52,11 +52,11 @@ def attend(
         folded = dataclasses.replace(
             given,
             query_lengths=None,
-            segments=(fold(of_queries), jnp.where(seen.seen, own[..., None], 0)),
+            segments=(in_blocks(of_queries), jnp.where(seen.seen, own[..., None], 0)),
             origin=folding.example_of_blocks(number.shape[-1]),
         )
-        found = hierarchy.attend(sizes, fold(blocks.token), fold(query), seen, folded)
-        out, lse = (folding.unfold(x, query.shape[axis], axis) for x in found)
+        found = hierarchy.attend(sizes, in_blocks(blocks.token), in_blocks(query), seen, folded)
+        out, lse = (unfold(x, query.shape[axis], axis) for x in found)
         parts.append((out, lse))
     if has_others:
         unit, seen = number >> siblings, levels[siblings]
@@ -65,7 +65,7 @@ def attend(
         is_pair &= (number % 2**siblings == 0)[..., None, None, :]
         is_pair &= document_blocks.same_document(blocks)
         far = dataclasses.replace(given, score_mod=hierarchy.LogTokens(sizes, siblings + 1))
-        key, value = (folding.unfold(x, x.shape[axis] * sizes.pieces, axis) for x in seen[:2])
+        key, value = (unfold(x, x.shape[axis] * sizes.pieces, axis) for x in seen[:2])
         of_slots = jnp.where(seen.seen, of_blocks[..., None], 0)
         parts.append(
             document_blocks.attend_slots(

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from effattn.arrays.axes import fold
 from effattn.arrays.segments import starts_of_runs
-from effattn.cores import document_blocks, folding
+from effattn.cores import document_blocks
 from effattn.cores.document_blocks import Blocks
 from effattn.cores.native_sparse import Compress, Documents, Settings
 
@@ -58,7 +59,7 @@ def _ends(settings: Settings, by_stride: Blocks, count: int, length: int) -> jax
 
     def at_ends(x):
         """The entry of the last place of each run."""
-        of_blocks = folding.fold(x, settings.stride, axis)[..., -1]
+        of_blocks = fold(x, settings.stride, axis)[..., -1]
         return of_blocks[..., each - 1 : each - 1 + count]
 
     first = by_stride.first
@@ -69,10 +70,10 @@ def _ends(settings: Settings, by_stride: Blocks, count: int, length: int) -> jax
 def _strides(settings: Settings, by_stride: Blocks, by_block: Blocks) -> jax.Array:
     """The block of d tokens that begins each stride of the main document of a block."""
     first = (
-        folding.fold(x, settings.stride, by_stride.first.ndim - 1)[..., 0]
+        fold(x, settings.stride, by_stride.first.ndim - 1)[..., 0]
         for x in (by_block.token, by_block.is_main)
     )
     token, is_main = first
     at = jnp.take_along_axis(by_stride.place, token, -1, mode="clip") // settings.stride
     at = jnp.where(is_main, at, by_stride.first.shape[-1])  # past the last one
-    return folding.fold(at, settings.block // settings.stride, at.ndim - 1)
+    return fold(at, settings.block // settings.stride, at.ndim - 1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import dtypes
-from effattn.cores import folding
+from effattn.arrays.axes import fold
 
 
 class Runs(NamedTuple):
@@ -39,7 +39,7 @@ def tokens(key, value, present, summary_query, scale) -> Runs:
 def pool(runs: Runs, size: int) -> Runs:
     """Merges every `size` consecutive runs, with weights softmax(logit)."""
     axis = runs.present.ndim
-    runs = Runs(*(folding.fold(x, size, axis - 1) for x in runs))
+    runs = Runs(*(fold(x, size, axis - 1) for x in runs))
     lowest = dtypes.lowest(runs.logit.dtype)
     logit = jnp.where(runs.present[..., None] > 0, runs.logit, lowest)
     largest = lax.stop_gradient(logit.max(axis, keepdims=True))

@@ -13,7 +13,7 @@ from jax import lax
 
 from effattn import registry
 from effattn.arrays import checks
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead, unfold
 from effattn.arrays.combine import combine
 from effattn.cores import attention, document_blocks, folding, sequence_parts
 from effattn.functional import softmax
@@ -194,7 +194,7 @@ def _attend_packed(projections, query, key, value, given: attention.Arguments):
         project_blocks(projection, jnp.where(is_key[..., None, None], x, 0), None, given.precision)
         for projection, x in zip(projections, (key, value), strict=True)
     )
-    of_slots = folding.fold(blocks.token, size, query.ndim - 3)[..., :1]
+    of_slots = fold(blocks.token, size, query.ndim - 3)[..., :1]
     of_slots = of_slots + lead(jnp.arange(slots, dtype=jnp.int32), of_slots.ndim)
     at = lax.collapse(of_slots, query.ndim - 3, query.ndim - 1)
     of_earlier = document_blocks.attend_slots(
@@ -214,9 +214,9 @@ def _attend_packed(projections, query, key, value, given: attention.Arguments):
 def project_blocks(projection, array, lengths, precision):
     """Projects `(*B, M b, K, H)` to `(*B, M r, K, H)`; `lengths (*B, M)` are valid tokens."""
     axis = array.ndim - 3
-    folded = folding.fold(array, projection.shape[-1], axis)
+    folded = fold(array, projection.shape[-1], axis)
     slots = project(projection, folded, lengths, precision)
-    return folding.unfold(slots, slots.shape[axis] * slots.shape[axis + 1], axis)
+    return unfold(slots, slots.shape[axis] * slots.shape[axis + 1], axis)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead
 from effattn.arrays.segments import positions_from_segment_ids
 from effattn.cores import sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
@@ -93,8 +93,7 @@ def _packed(gate, value, weights, bias, ids):
     tile = min(_TILE, time)
 
     def tiles(x):
-        x = jnp.pad(x, ((0, 0), (0, -time % tile), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // tile, tile, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(fold(x, tile, 1), 1, 0)
 
     @jax.checkpoint
     def of_tile(one):

@@ -11,7 +11,7 @@ from jax import lax
 
 from effattn import registry
 from effattn.arrays import checks, mesh_axes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead, unfold
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import attention, document_blocks, folding, packed_hierarchy, sequence_parts
@@ -201,7 +201,7 @@ def _siblings(
     axis, segments = levels[0].seen.ndim - 1, hierarchy.segments(length)
 
     def other_half(level, array):
-        pairs = folding.fold(array, 2 * hierarchy.pieces, axis)
+        pairs = fold(array, 2 * hierarchy.pieces, axis)
         before, (count, _, *rest) = pairs.shape[:axis], pairs.shape[axis:]
         halves = jnp.flip(pairs.reshape(*before, count, 2, 1, hierarchy.pieces, *rest), axis + 1)
         each = 2 ** (level - 1)
@@ -233,9 +233,9 @@ def _attend_siblings(
         origin=folding.example_of_blocks(blocks),
     )
     positions = (jnp.arange(blocks * size, dtype=jnp.int32) + positions[0]).reshape(blocks, size)
-    query = folding.fold(query, size, axis)
+    query = fold(query, size, axis)
     out, lse = hierarchies.attend(hierarchy, positions, query, summaries, folded)
-    return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
+    return unfold(out, length, axis), unfold(lse, length, axis)
 
 
 @dataclasses.dataclass(frozen=True)

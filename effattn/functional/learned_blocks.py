@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.axes import over_batch
+from effattn.arrays.axes import fold, over_batch
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import valid
 from effattn.cores import attention, chosen_blocks, document_blocks, folding
@@ -244,7 +244,7 @@ def _placed(size, heads, selection_key, lengths, ids) -> tuple[Any, jax.Array, A
 def block_sums(keys: jax.Array, size: int) -> jax.Array:
     """Sums of the keys of the selection of each block, `(*B, n, K, Hs)`, at least float32."""
     axis = keys.ndim - 3
-    return folding.fold(dtypes.widen(keys), size, axis).sum(axis + 1)
+    return fold(dtypes.widen(keys), size, axis).sum(axis + 1)
 
 
 def choose(

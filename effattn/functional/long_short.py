@@ -12,7 +12,7 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
-from effattn.arrays.axes import lead, shifted
+from effattn.arrays.axes import fold, lead, shifted, unfold
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import positions_from, positions_from_segment_ids, valid, within
 from effattn.cores import attention, document_blocks, document_slots, folding
@@ -285,14 +285,14 @@ def _attend(settings: Settings, projection, scores, query, key, value, given: at
             parts.append(_attend_slots_of_documents(settings, *arrays, given))
         return combine(*zip(*parts, strict=True))
 
-    def fold(array):
+    def in_segments(array):
         cut = jax.lax.slice_in_dim(array, 0, min(segments * size, length), axis=axis)
-        return folding.fold(cut, size, axis)
+        return fold(cut, size, axis)
 
-    of_segments = project(fold(scores), fold(key), fold(value), fold(present), given.precision)
+    scores, key, value, present = map(in_segments, (scores, key, value, present))
+    of_segments = project(scores, key, value, present, given.precision)
     keys, values = (
-        normalise(folding.unfold(x, segments * slots, axis), settings.slot_norm)
-        for x in of_segments
+        normalise(unfold(x, segments * slots, axis), settings.slot_norm) for x in of_segments
     )
     to_slots = dataclasses.replace(
         given,
@@ -302,7 +302,7 @@ def _attend(settings: Settings, projection, scores, query, key, value, given: at
         origin=_origin_of_slots(length),
     )
     if given.key_lengths is not None:
-        of_example = slots * fold(present).any(-1).sum(-1)
+        of_example = slots * present.any(-1).sum(-1)
         to_slots = dataclasses.replace(to_slots, key_lengths=of_example)
     return combine(*zip(window, attention.attend(query, keys, values, to_slots), strict=True))
 
@@ -314,14 +314,16 @@ def _attend_slots_of_documents(settings, scores, query, key, value, given: atten
     length, row_ids = query.shape[-3], given.segments[0]
     blocks, of_queries, of_keys = document_blocks.moved(given, size, length)
     query, key, value, scores = map(blocks.gather, (query, key, value, scores))
-    fold = functools.partial(folding.fold, size=size, axis=axis)
+    in_blocks = functools.partial(fold, size=size, axis=axis)
     is_key, ids = document_blocks.main_keys(blocks, row_ids, of_keys)
-    projected = project(fold(scores), fold(key), fold(value), fold(is_key), given.precision)
+    projected = project(
+        in_blocks(scores), in_blocks(key), in_blocks(value), in_blocks(is_key), given.precision
+    )
     count = blocks.first.shape[-1]
     keys, values = (
-        normalise(folding.unfold(x, count * slots, axis), settings.slot_norm) for x in projected
+        normalise(unfold(x, count * slots, axis), settings.slot_norm) for x in projected
     )
-    at = length + (fold(blocks.token)[..., :1] // size) * slots
+    at = length + (in_blocks(blocks.token)[..., :1] // size) * slots
     at = (at + lead(jnp.arange(slots, dtype=jnp.int32), at.ndim)).reshape(*ids.shape[:-1], -1)
     is_pair: Any = document_blocks.earlier(blocks)
     if not given.is_causal:
@@ -368,18 +370,18 @@ def _attend_windows_of_documents(size: int, query, key, value, given: attention.
     blocks, of_queries, of_keys = document_blocks.moved(given, size, query.shape[-3])
     query, key, value = map(blocks.gather, (query, key, value))
     around = functools.partial(_with_sides, size=size, axis=axis)
-    fold = functools.partial(folding.fold, size=size, axis=axis)
+    in_blocks = functools.partial(fold, size=size, axis=axis)
     folded = dataclasses.replace(
         given,
         query_lengths=None,
         key_lengths=None,
-        segments=(fold(of_queries), around(of_keys)),
-        positions=(fold(blocks.token), around(blocks.token)) if given.dropout_rate else None,
+        segments=(in_blocks(of_queries), around(of_keys)),
+        positions=(in_blocks(blocks.token), around(blocks.token)) if given.dropout_rate else None,
         origin=folding.example_of_blocks(blocks.first.shape[-1]),
     )
-    found = attention.attend(fold(query), around(key), around(value), folded)
+    found = attention.attend(in_blocks(query), around(key), around(value), folded)
     places = blocks.token.shape[-1]
-    return tuple(blocks.gather_back(folding.unfold(x, places, axis)) for x in found)
+    return tuple(blocks.gather_back(unfold(x, places, axis)) for x in found)
 
 
 def _attend_windows(size: int, query, key, value, given: attention.Arguments):
@@ -400,17 +402,17 @@ def _attend_windows(size: int, query, key, value, given: attention.Arguments):
         mask=jnp.asarray((at >= 0) & (at < end))[..., None, None, :],
         origin=_origin_of_blocks(blocks, size),
     )
-    query = folding.fold(query, size, axis)
+    query = fold(query, size, axis)
     out, lse = attention.attend(
         query, _with_sides(key, size, axis), _with_sides(value, size, axis), folded
     )
-    return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
+    return unfold(out, length, axis), unfold(lse, length, axis)
 
 
 def _with_sides(array: jax.Array, size: int, axis: int) -> jax.Array:
     """`(*B, L, ...)` to `(*B, blocks, half + size + half, ...)`, zeros past the ends."""
     half = size // 2
-    own = folding.fold(array, size, axis)
+    own = fold(array, size, axis)
     before = jax.lax.slice_in_dim(own, size - half, size, axis=axis + 1)
     after = jax.lax.slice_in_dim(own, 0, half, axis=axis + 1)
     return jnp.concatenate([shifted(before, 1, axis), own, shifted(after, -1, axis)], axis + 1)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
-from effattn.arrays.axes import over_batch
+from effattn.arrays.axes import fold, over_batch
 from effattn.arrays.segments import valid
 from effattn.cores import attention, chosen_blocks, document_blocks, folding
 from effattn.cores.document_blocks import Reach
@@ -156,7 +156,7 @@ def block_sums(key: jax.Array, size: int) -> jax.Array:
     """Sums of the keys of each block, `(*B, n, K, H)`, at least float32, without a gradient."""
     axis = key.ndim - 3
     wide = lax.stop_gradient(key).astype(dtypes.wide(key.dtype))
-    return folding.fold(wide, size, axis).sum(axis + 1)
+    return fold(wide, size, axis).sum(axis + 1)
 
 
 def attend(

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead, unfold
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import valid, within
-from effattn.cores import attention, document_blocks, folding, sequence_parts
+from effattn.cores import attention, document_blocks, sequence_parts
 from effattn.cores.document_landmarks import landmarks_of
 from effattn.cores.segment_means import clear_after, means_of_parts, segment_means
 from effattn.naive import masked_softmax, over_pairs, with_naive
@@ -256,25 +256,28 @@ def _attend_packed(
         of_keys, key_ids = landmarks.of(key, valid_keys)
         of_keys = jnp.repeat(of_keys, groups, -2)
         by_landmarks, by_tokens = landmarks.layouts()
-        fold = functools.partial(folding.fold, size=landmarks.size, axis=query.ndim - 3)
+        in_blocks = functools.partial(fold, size=landmarks.size, axis=query.ndim - 3)
 
-        row, column = fold(query_ids)[..., None, :, None], fold(key_ids)[..., None, None, :]
+        row, column = (
+            in_blocks(query_ids)[..., None, :, None],
+            in_blocks(key_ids)[..., None, None, :],
+        )
         logits = jnp.einsum(
-            "...inh,...jnh->...nij", fold(of_queries), fold(of_keys), precision="highest"
+            "...inh,...jnh->...nij", in_blocks(of_queries), in_blocks(of_keys), precision="highest"
         )
         allowed = (row == column) & (row != 0)
         weights = jax.nn.softmax(jnp.where(allowed, logits, dtypes.lowest(dtype)))
         weights = jnp.where(allowed, weights, 0)
-        of_document = fold(key_ids)[..., None, :, None] == column
+        of_document = in_blocks(key_ids)[..., None, :, None] == column
         columns = jnp.where(of_document, weights.sum(-2)[..., None, :], 0).max(-1)
         inverse = pseudo_inverse(weights, num_iterations, jnp.where(columns == 0, 1, columns))
 
         of_all = dataclasses.replace(
             plain, segments=(query_ids, jnp.where(valid_keys, ids, 0)), layout=by_landmarks
         )
-        read = fold(attention.attend(of_queries, key, value, of_all)[0])
+        read = in_blocks(attention.attend(of_queries, key, value, of_all)[0])
         read = jnp.einsum("...nji,...inh->...jnh", inverse, read, precision="highest")
-        read = folding.unfold(read, key_ids.shape[-1], query.ndim - 3)
+        read = unfold(read, key_ids.shape[-1], query.ndim - 3)
         to_all = dataclasses.replace(
             plain, segments=(jnp.where(valid_queries, ids, 0), key_ids), layout=by_tokens
         )

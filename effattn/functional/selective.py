@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead
 from effattn.arrays.combine import combine_one_by_one
 from effattn.arrays.segments import positions_from_segment_ids
 from effattn.cores import attention
-from effattn.cores.folding import fold
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import Packing, Padding, Precision, Residual, Scale, declared
 from effattn.xla import tiling

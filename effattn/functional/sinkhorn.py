@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.axes import fold, unfold
 from effattn.arrays.segments import within
 from effattn.cores import attention, feature_attention, folding
 from effattn.naive import masked_softmax, over_pairs, with_naive
@@ -141,7 +142,7 @@ def _attend(size, iterations, temperature, given, query, key, value, projection,
     query, key, value = (x.astype(wide) for x in arrays)
     axis, length = query.ndim - 3, query.shape[-3]
     blocks = math.ceil(length / size)
-    queries, keys, values = (folding.fold(x, size, axis) for x in (query, key, value))
+    queries, keys, values = (fold(x, size, axis) for x in (query, key, value))
     lengths = jnp.full(query.shape[:-3], length, jnp.int32) if lengths is None else lengths
     exists = within(-(-lengths // size), blocks)  # (*B, n)
 
@@ -160,7 +161,7 @@ def _attend(size, iterations, temperature, given, query, key, value, projection,
     )
     local, _ = folding.attend_inside(size, query, key, value, given)
     sorted_blocks, _ = attention.attend(queries, mixed(keys), mixed(values), of_mix)
-    sorted_blocks = folding.unfold(sorted_blocks, length, axis)
+    sorted_blocks = unfold(sorted_blocks, length, axis)
     return ((local + sorted_blocks).astype(dtype),)
 
 

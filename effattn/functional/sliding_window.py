@@ -11,8 +11,8 @@ import numpy as np
 
 from effattn import registry
 from effattn.arrays import checks, mesh_axes
-from effattn.arrays.axes import lead, over_batch
-from effattn.cores import attention, folding
+from effattn.arrays.axes import fold, lead, over_batch
+from effattn.cores import attention
 from effattn.functional import softmax
 from effattn.interfaces.block_attention import Origin
 from effattn.naive import over_pairs, with_naive
@@ -185,7 +185,7 @@ def _origin_of_classes(dilation: int, before: Origin | None):
 
 def _fold(dilation: int, array, axis: int):
     """Reshapes `(*B, L, ...)` to `(*B, d, ceil(L / d), ...)`, zero padded."""
-    return jnp.moveaxis(folding.fold(array, dilation, axis), axis + 1, axis)
+    return jnp.moveaxis(fold(array, dilation, axis), axis + 1, axis)
 
 
 def _shift(array, shift, most: int, axis: int):

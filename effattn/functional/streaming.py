@@ -9,12 +9,11 @@ import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks, mesh_axes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead, unfold
 from effattn.arrays.combine import combine
 from effattn.arrays.gathers import pick
 from effattn.arrays.segments import positions_from, positions_from_segment_ids
 from effattn.cores import attention
-from effattn.cores.folding import fold, unfold
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import Packing, Score, Sink, Softmax, Tile, declared
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead
 from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
 from effattn.functional.synthesizer import CAPABILITIES, entry
 from effattn.naive import over_pairs, with_naive
@@ -123,9 +123,7 @@ def _attend(coarse, fine, value, query_ids, key_ids, seen_keys, offset, is_causa
 
     def in_blocks(array):
         """Keys `(B, S, ...)` in blocks of m, `(blocks, B, m, ...)`."""
-        rest = [(0, 0)] * (array.ndim - 2)
-        array = jnp.pad(array, ((0, 0), (0, blocks * size - keys), *rest))
-        return jnp.moveaxis(array.reshape(batch, blocks, size, *array.shape[2:]), 1, 0)
+        return jnp.moveaxis(fold(array, size, 1), 1, 0)
 
     of_documents = None
     if key_ids is not None:
@@ -172,11 +170,7 @@ def _attend(coarse, fine, value, query_ids, key_ids, seen_keys, offset, is_causa
     firsts = jnp.arange(0, time, tile)
 
     def tiles(array):
-        if array is None:
-            return None
-        array = jnp.pad(array, ((0, 0), (0, -time % tile), *[(0, 0)] * (array.ndim - 2)))
-        array = array.reshape(batch, firsts.size, tile, *array.shape[2:])
-        return jnp.moveaxis(array, 1, 0)
+        return None if array is None else jnp.moveaxis(fold(array, tile, 1), 1, 0)
 
     of_queries = firsts, *map(tiles, (coarse, fine, query_ids))
     out = jax.lax.map(lambda of: of_tile(*of), of_queries)

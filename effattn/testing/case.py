@@ -37,7 +37,8 @@ class Case:
       bounded: `arrays -> arrays` that keeps extreme inputs in the range where the mechanism
         promises finite results; default: all inputs.
       mixes_queries: whether a query changes the outputs of other queries.
-      least_tokens: least number of tokens that the options allow.
+      least_tokens: least number of tokens that the options of a variant allow, a number for all
+        variants or a number for each.
       decoding: options that replace those of the variant in decoding.
       module: options of the mixer; None for those of the variant.
       mix: for a mechanism without heads, `(mixer, x (T, D)) -> (T, D)`: its naive form with the
@@ -61,7 +62,7 @@ class Case:
     unnormalized: frozenset[str] = frozenset()
     bounded: Callable[[dict[str, Any]], dict[str, Any]] = dict
     mixes_queries: bool = False
-    least_tokens: int = 1
+    least_tokens: int | Mapping[str, int] = 1
     decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     module: Mapping[str, Any] | None = None
     mix: Callable[..., Any] | None = None

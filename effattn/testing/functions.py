@@ -45,6 +45,12 @@ class Subject(NamedTuple):
         return options
 
     @property
+    def least_tokens(self) -> int:
+        """The least number of tokens that the options allow."""
+        least = self.case.least_tokens
+        return least if isinstance(least, int) else least[self.variant]
+
+    @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the function."""
         assert self.entry.function is not None
@@ -184,7 +190,7 @@ def draw_sizes(draw, subject: Subject, extent: Extent) -> Sizes:
     batch = draw(st.sampled_from([(), (3,), (1,), (2, 1), (1, 2, 2)]))
     if any(np.ndim(option) for option in subject.options.values() if hasattr(option, "shape")):
         return SQUARE._replace(batch=batch)
-    least = max(subject.case.least_tokens, subject.options.get("cluster_size", 2))
+    least = max(subject.least_tokens, subject.options.get("cluster_size", 2))
     lengths = st.integers(least, subject.options.get("max_length", 40))
     queries = draw(lengths)
     keys = draw(lengths) if subject.has("cross") and not extent.is_causal else queries

@@ -320,7 +320,7 @@ def one_token_is_enough(subject: Subject) -> None:
                 ours, subject.run_naive(arrays, {}, cotangents), subject.tolerance, subject.least
             )
         return
-    arrays, least = subject.single(0), subject.case.least_tokens
+    arrays, least = subject.single(0), subject.subject.least_tokens
     arrays.update({name: arrays[name][:, :least] for name in subject.tokens})
     one = np.ones(subject.rows, np.int32)
     known = {"query_seq_lengths": one, "key_value_seq_lengths": one} if least > 1 else {}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays.axes import lead
+from effattn.arrays.axes import fold, lead
 from effattn.arrays.linear_map import with_derivatives
 from effattn.interfaces.linear_recurrence import Config, Tokens, clear
 from effattn.xla.linear_scan import chunk_states
@@ -44,9 +44,7 @@ def diagonal_recurrence(
     chunk = max(1, min(config.chunk, length))
 
     def in_chunks(x):
-        x = jnp.moveaxis(x, axis, 0)
-        x = jnp.pad(x, [(0, -length % chunk), *[(0, 0)] * (x.ndim - 1)])
-        return x.reshape(x.shape[0] // chunk, chunk, *x.shape[1:])
+        return fold(jnp.moveaxis(x, axis, 0), chunk, 0)
 
     def of_chunk(state, tokens):
         query, key, value, dt, starts = tokens

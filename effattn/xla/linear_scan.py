@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import mesh_axes
+from effattn.arrays.axes import fold
 from effattn.arrays.linear_map import with_derivatives
 
 _CHUNK = 64
@@ -78,12 +79,9 @@ def _backward(ring, kept, cotangent):
 def _states(ring, decay, added, initial):
     batch, time = added.shape[:2]
     chunk = max(1, min(_CHUNK, time))
-    rest = -time % chunk
 
     def chunks(array):
-        array = jnp.pad(array, ((0, 0), (0, rest), *[(0, 0)] * (array.ndim - 2)))
-        array = array.reshape(batch, (time + rest) // chunk, chunk, *array.shape[2:])
-        return jnp.moveaxis(array, 1, 0)
+        return jnp.moveaxis(fold(array, chunk, 1), 1, 0)
 
     def step(before, of_chunk):
         decay, added = of_chunk

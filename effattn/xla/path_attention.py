@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import dtypes, mesh_axes
-from effattn.arrays.axes import over_batch
+from effattn.arrays.axes import fold, over_batch
 from effattn.xla.recurrent_chunks import unit_inverse
 
 SMALLEST, LARGEST = 32, 128  # default sizes of tiles
@@ -131,7 +131,7 @@ def carried(
 
     def of_head(key, reflection, beta):
         factors = _factors(size, precision, reflection, beta)
-        keys, _ = _to_end(precision, factors, _tiles(key, size))
+        keys, _ = _to_end(precision, factors, fold(key, size, 0))
         return keys.reshape(-1, key.shape[-1])[: len(key)], factors
 
     over_heads = jax.vmap(jax.vmap(of_head, 1, (1, 0)))
@@ -160,14 +160,8 @@ def _lowest(x):
     return dtypes.lowest(x.dtype)
 
 
-def _tiles(x, size):
-    """Cuts `(T, ...)` into `(M, C, ...)`; zeros fill the last tile."""
-    rest = -len(x) % size
-    return jnp.pad(x, ((0, rest), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
-
-
 def _factors(size, precision, reflection, beta) -> Factors:
-    reflection, beta = _tiles(reflection, size), _tiles(beta, size)[..., None]
+    reflection, beta = fold(reflection, size, 0), fold(beta, size, 0)[..., None]
 
     def dot(a, b):
         return jnp.matmul(a, b, precision=precision)
@@ -199,10 +193,10 @@ def _of_head(size, precision, x: Tokens):
     dot = functools.partial(jnp.einsum, precision=precision)
     length = len(x.key)
     factors = _factors(size, precision, x.reflection, x.beta)
-    query = jnp.moveaxis(_tiles(x.query, size), 1, 2)
-    key, value = _tiles(x.key, size), _tiles(x.value, size)
-    query_ids = _tiles(x.query_ids, size)
-    key_ids = _tiles(x.key_ids, size)
+    query = jnp.moveaxis(fold(x.query, size, 0), 1, 2)
+    key, value = fold(x.key, size, 0), fold(x.value, size, 0)
+    query_ids = fold(x.query_ids, size, 0)
+    key_ids = fold(x.key_ids, size, 0)
 
     read = jnp.tril(dot("mgch,msh->mgcs", query, factors.reflection))
     ends, later = _to_end(precision, factors, key)

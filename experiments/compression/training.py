@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import nn
+from experiments.compression.forms import ORIGINAL, forms_of
 from experiments.harness import models
 from experiments.harness.programs import Params, Programs, arguments_of
 from experiments.harness.schedules import Schedule
@@ -119,15 +120,13 @@ class Compression(Trainer):
 
     def train_all(self) -> list[Record]:
         """Returns the results of the originals, and of the forms that start from them."""
-        from experiments.compress import ORIGINAL, forms_of
-
         config = self.config
         (mechanism,) = config.mechanisms
         rate = config.original_rate
         print("Originals:", flush=True)
         originals = self.train([(ORIGINAL, mechanism)], config.steps, (rate,))
         print("Forms:", flush=True)
-        forms = [(form, mechanism) for form in forms_of(config)]
+        forms = [(form, mechanism) for form in forms_of(config.bits, config.fewer_heads)]
         rate = config.recovery_rate or rate
         return [*originals, *self.train(forms, config.steps_of_recovery, (rate,))]
 
