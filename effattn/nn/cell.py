@@ -1,4 +1,8 @@
-"""Base class of mixers with a recurrent cell of Flax, scanned over time."""
+"""Base class of mixers with a recurrent cell, scanned over time.
+
+The products of the tokens with the input matrices are computed before, for all tokens at once. A
+step of the scan then reads the recurrent matrices alone.
+"""
 
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -30,7 +34,7 @@ def cell(make: Callable[..., Any], features: int, **options: Any) -> Any:
 
 
 class CellMixer(RecurrentMixer):
-    """Base class of `LSTM`, `GRU`, `SLSTM`: carry, h_t = cell(carry, x_t), from a zero carry.
+    """Base class of `LSTM`, `GRU`, `SLSTM`: carry, h_t = step(carry, x_t W), from a zero carry.
 
     With `is_causal=False` a second cell reads the tokens from the last to the first, and the output
     is `[h_t, h'_t] W_out`.
@@ -83,19 +87,21 @@ class CellMixer(RecurrentMixer):
             new = (ids != around[:, 2:] if reverse else ids != around[:, :-2]).T
         if lengths is not None:
             valid = within(jnp.asarray(lengths), time).T
-        by_time = jnp.moveaxis(x.astype(dtype), 1, 0), new, valid
+        tokens = jnp.moveaxis(self._project(cell, x.astype(dtype)), 1, 0)
+        by_time = tokens, new, valid
 
         def where(flags, these, those):
             return jax.tree.map(lambda a, b: jnp.where(flags[:, None], a, b), these, those)
 
         def run(inputs, start):
             cell, by_time = inputs
+            one_step = self._step_of(cell, by_time[0].dtype)
 
             def step(carry, of_token):
                 token, new, valid = of_token
                 if new is not None:
                     carry = where(new, zeros, carry)
-                after, y = cell(carry, token)
+                after, y = one_step(carry, token)
                 return (after if valid is None else where(valid, after, carry)), y
 
             carry, y = lax.scan(step, start, by_time, reverse=reverse)
@@ -103,6 +109,17 @@ class CellMixer(RecurrentMixer):
 
         name = type(self).__name__
         return passed_states.in_turns(name, run, (cell, by_time), start, reverse=reverse)
+
+    def _project(self, cell, x):
+        """The products of tokens `(B, T, D)` with the input matrices, `(B, T, ...)`."""
+        return cell.dense_i(x)
+
+    def _step_of(self, cell, dtype):
+        """The function `(carry, token) -> (carry, output (B, D))` of a token's part of `_project`.
+
+        `dtype` is that of the tokens.
+        """
+        raise NotImplementedError
 
     def _carry(self, batch, dtype):
         """Zero carry before the first token; `dtype` is at least float32, as in all states."""

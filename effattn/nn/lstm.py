@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 
+from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.cell import CellMixer
 
 
@@ -12,8 +13,9 @@ class LSTM(CellMixer):
         i, f, o = sigmoid(x_t W + h_(t-1) R + b);   g = tanh(x_t W + h_(t-1) R + b)
         c_t = f c_(t-1) + i g;   h_t = o tanh(c_t)
 
-    Each of i, f, o and g has separate W, R and b. The cell is `flax.nnx.OptimizedLSTMCell`, and the
-    output equals that of `flax.nnx.RNN`. Time is O(T D^2), sequential over tokens.
+    Each of i, f, o and g has separate W, R and b. The parameters are a
+    `flax.nnx.OptimizedLSTMCell`, and the output equals that of `flax.nnx.RNN`. Time is O(T D^2),
+    sequential over tokens.
 
     With `is_causal=False` a second recurrence reads each row, or each packed document, from its end
     (Schuster and Paliwal 1997), and the output is `[h_t, h'_t] W_out`.
@@ -24,6 +26,16 @@ class LSTM(CellMixer):
     """
 
     _mechanism, _cell = "lstm", nnx.OptimizedLSTMCell
+
+    def _step_of(self, cell, dtype):
+        def step(carry, token):
+            c, h = carry
+            i, f, g, o = jnp.split(token + cell.dense_h(h), 4, -1)
+            c = sigmoid(f) * c + sigmoid(i) * tanh(g)
+            h = sigmoid(o) * tanh(c)
+            return (c, h), h
+
+        return step
 
     def _carry(self, batch, dtype):
         zeros = jnp.zeros((batch, self.in_features), dtype)

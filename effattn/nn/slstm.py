@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks
 from effattn.nn import initializers
 from effattn.nn.cell import CellMixer
 from effattn.nn.layers import Layers
@@ -32,27 +32,34 @@ class SLSTMCell(nnx.Module):
         bias[2] = np.linspace(3, 6, size)
         self.bias = make.constant(bias.reshape(4, features))
 
-    def __call__(self, carry: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Returns the next carry and h, for a token `(B, D)`."""
-        c, n, h, m = carry
-        wide, R = c.dtype, self.recurrent[...]
-        dtype = dtypes.common(x, R) if self.dtype is None else self.dtype
-        heads = h.astype(dtype).reshape(len(h), *R.shape[1:3])
-        of_state = jnp.einsum("bnh,gnhk->bgnk", heads, R.astype(dtype))
-        shape = len(x), *self.bias.shape
-        of_token = self.input(x).reshape(shape).astype(wide) + self.bias[...].astype(wide)[None]
-        gates = jnp.moveaxis(of_token + of_state.reshape(shape).astype(wide), 1, 0)
-        z, log_write, forget, o = gates
-        log_forget = jax.nn.log_sigmoid(forget) if self.forget_gate == "sigmoid" else forget
-        kept = log_forget + lax.stop_gradient(m)
-        # Before the first token there is nothing to keep, whatever the gate.
-        m = jnp.maximum(jnp.where(n > 0, kept, log_write), log_write)
-        m = lax.stop_gradient(m)
-        written = jnp.exp(log_write - m)
-        kept = jnp.where(n > 0, jnp.exp(jnp.where(n > 0, kept - m, 0)), 0)
-        c, n = kept * c + written * jnp.tanh(z), kept * n + written
-        h = jax.nn.sigmoid(o) * c / n
-        return (c, n, h, m), h
+    def step_of(self, dtype: Any) -> Callable[..., Any]:
+        """Returns the function from a carry and x_t W, `(B, 4 D)`, to the next carry and h."""
+        R, bias = self.recurrent[...], self.bias[...]
+        gates, heads, size = R.shape[:3]
+        dtype = jnp.promote_types(dtype, R.dtype) if self.dtype is None else self.dtype
+        # One product a head for all gates. The order of axes is changed before the loop.
+        R = jnp.transpose(R.astype(dtype), (1, 2, 0, 3)).reshape(heads, size, gates * size)
+
+        def step(carry, token):
+            c, n, h, m = carry
+            wide, rows = c.dtype, len(token)
+            of_heads = h.astype(dtype).reshape(rows, heads, size)
+            of_state = jnp.einsum("bnh,nhk->bnk", of_heads, R).reshape(rows, heads, gates, size)
+            of_state = jnp.swapaxes(of_state, 1, 2).reshape(rows, *bias.shape)
+            of_token = token.reshape(of_state.shape).astype(wide) + bias.astype(wide)[None]
+            z, log_write, forget, o = jnp.moveaxis(of_token + of_state.astype(wide), 1, 0)
+            log_forget = jax.nn.log_sigmoid(forget) if self.forget_gate == "sigmoid" else forget
+            kept = log_forget + lax.stop_gradient(m)
+            # Before the first token there is nothing to keep, whatever the gate.
+            m = jnp.maximum(jnp.where(n > 0, kept, log_write), log_write)
+            m = lax.stop_gradient(m)
+            written = jnp.exp(log_write - m)
+            kept = jnp.where(n > 0, jnp.exp(jnp.where(n > 0, kept - m, 0)), 0)
+            c, n = kept * c + written * jnp.tanh(z), kept * n + written
+            h = jax.nn.sigmoid(o) * c / n
+            return (c, n, h, m), h
+
+        return step
 
 
 class SLSTM(CellMixer):
@@ -111,6 +118,12 @@ class SLSTM(CellMixer):
         h, state = super()._scan(cell, x, state, lengths, segment_ids, reverse=reverse)
         heads = h.reshape(*h.shape[:2], self.num_heads, h.shape[2] // self.num_heads)
         return self.norm(heads).reshape(h.shape), state
+
+    def _project(self, cell, x):
+        return cell.input(x)
+
+    def _step_of(self, cell, dtype):
+        return cell.step_of(dtype)
 
     def _carry(self, batch, dtype):
         return (jnp.zeros((batch, self.in_features), dtype),) * 4
