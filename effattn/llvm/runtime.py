@@ -263,7 +263,10 @@ def register() -> None:
 
 
 def _are_visible(start: int, size: int) -> bool:
-    """Makes new instructions visible, for which aarch64 has a cache of its own."""
+    """Returns whether the processor sees instructions that were written to memory.
+
+    aarch64 has a cache of its own for instructions, which is cleared here.
+    """
     if platform.machine() != "aarch64":
         return True
     try:
