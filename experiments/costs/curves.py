@@ -57,7 +57,9 @@ def measure_lengths(
                     expected[name] = float("inf")
                     continue
                 times = measuring.in_turns([program.start()], budget)[0]
-            except Exception:  # a mechanism of the user's own may not take this size
+            except Exception as error:  # a mechanism of the user's own may not take this size
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                print(f"not measured: {name} with {length} tokens ({reason})", flush=True)
                 expected[name] = float("inf")
                 continue
             median = statistics.median(t for t in times if t is not None)

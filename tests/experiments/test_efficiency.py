@@ -355,6 +355,19 @@ def test_curves_end_in_time_and_are_drawn(tmp_path):
     assert curves.measure_lengths(("aft_simple",), (128, 256), seconds=0) == []
 
 
+def test_a_layer_that_cannot_be_built_is_named_and_the_others_are_measured(monkeypatch, capsys):
+    def compile_pass(layer, which, **options):
+        if layer.mechanism == "linear":
+            raise ValueError("the layer is too wide\nfor this mechanism")
+        return layers.compile_pass(layer, which, **options)
+
+    monkeypatch.setattr(curves, "compile_pass", compile_pass)
+    points = curves.measure_lengths(("linear", "aft_simple"), (128,), seconds=60)
+    assert [point.mechanism for point in points] == ["aft_simple"]
+    said = "not measured: linear with 128 tokens (the layer is too wide)\n"
+    assert capsys.readouterr().out == said
+
+
 def test_lengths_and_bytes_are_short():
     assert [tables.short(n) for n in (300, 4096, 2**20)] == ["300", "4k", "1M"]
     assert tables._bytes(4 * 2**30) == "4 GiB"
