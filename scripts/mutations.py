@@ -66,6 +66,10 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/functional/test_mamba.py",), None),
         (("tests/laws",), "mamba"),
     ),
+    r"(xla|llvm)/cell\w*": (
+        (("tests/llvm/test_cell_recurrence.py", "tests/nn/test_slstm.py"), None),
+        (("tests/functional/test_token_mixing.py",), None),
+    ),
     r"xla/linear_scan": (
         (("tests/xla/test_linear_scan.py",), None),
         (("tests/laws",), "rwkv4 or s4d or aft_simple"),

@@ -3,7 +3,8 @@
 The code that computes them is in `effattn.xla` for any device, and in `effattn.llvm` and
 `effattn.pallas` for CPUs, GPUs and TPUs.
 
-- The cores are `block_attention`, `linear_recurrence` and `diagonal_recurrence`.
+- The cores are `block_attention`, `linear_recurrence`, `diagonal_recurrence` and
+  `cell_recurrence`.
 - Shared checks and calls: `attention`, `recurrence`, `feature_attention`, `token_mixing` and
   `by_head`.
 - Documents in packed rows: `documents`, and files named `document_...` and `packed_...`.

@@ -13,7 +13,7 @@ def naive(mixer, x):
     """Tokens x `(T, D)`."""
 
     def normalised(cell, x):
-        h = recurrence(cell, x).reshape(len(x), cell.num_heads, -1)
+        h = recurrence(cell, mixer.forget_gate, x).reshape(len(x), mixer.num_heads, -1)
         wide = h.astype(jnp.promote_types(h.dtype, jnp.float32))
         centred = wide - wide.mean(-1, keepdims=True)
         size = jnp.sqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
@@ -22,7 +22,7 @@ def naive(mixer, x):
     return in_directions(mixer, x, normalised)
 
 
-def recurrence(cell, x):
+def recurrence(cell, forget_gate, x):
     """Tokens x `(T, D)`; the exponential gates are not stabilised."""
     heads = cell.recurrent.shape[1:3]
 
@@ -35,7 +35,7 @@ def recurrence(cell, x):
             + (of_heads.reshape(4, -1))
         )
         write, forget = jnp.exp(i), jnp.exp(f)
-        if cell.forget_gate == "sigmoid":
+        if forget_gate == "sigmoid":
             forget = jax.nn.sigmoid(f)
         c, n = forget * c + write * jnp.tanh(z), forget * n + write
         h = jax.nn.sigmoid(o) * c / n

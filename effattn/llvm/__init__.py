@@ -4,13 +4,14 @@ XLA runs each matrix product and each pass over the logits as a parallel operati
 all threads wait for each other after every operation. In these kernels a thread runs a whole task,
 such as all tokens of a head, and the arrays of the task stay in the cache of the thread's core.
 
-- `block_attention`, `linear_recurrence`, `diagonal_recurrence`: the implementations that
-  `effattn.cores` calls; `layouts`, the steps of block layouts.
+- `block_attention`, `linear_recurrence`, `diagonal_recurrence`, `cell_recurrence`: the
+  implementations that `effattn.cores` calls; `layouts`, the steps of block layouts.
 - `mesa`: the linear equations of a Mesa layer; `native_sparse`: native sparse attention;
   `key_choice`, `chosen_keys`: the choice of keys by scores, and attention to them.
-- `block_kernels`, `recurrence_kernels`, `diagonal_kernels`, `mesa_kernel`, `native_sparse_kernel`,
-  `key_choice_kernel`, `chosen_key_kernels`: the code of the kernels; `recurrence_scan`,
-  `recurrence_walks`, `token_tasks`, `key_chunks`: parts of several kernels.
+- `block_kernels`, `recurrence_kernels`, `diagonal_kernels`, `cell_kernels`, `mesa_kernel`,
+  `native_sparse_kernel`, `key_choice_kernel`, `chosen_key_kernels`: the code of the kernels;
+  `cells`, the formulas of LSTM, GRU and sLSTM; `recurrence_scan`, `recurrence_walks`,
+  `token_tasks`, `key_chunks`: parts of several kernels.
 - `primitive`: a kernel as a JAX primitive.
 - `runtime`: compiles the handlers and registers them with XLA; layout of XLA's C interface.
 - `handlers`: generates XLA FFI handlers, whose tasks run on XLA's thread pool.

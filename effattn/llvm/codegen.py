@@ -56,9 +56,9 @@ class Code:
         self.vector = ir.VectorType(FLOAT, lanes)
         self.integers = ir.VectorType(INT32, lanes)
 
-    # Type for callers that do not import llvmlite
+    # Types for callers that do not import llvmlite
 
-    int32 = INT32
+    int32, int64 = INT32, INT
 
     # Integers
 
@@ -298,6 +298,39 @@ class Code:
         less_one = self.multiply_add(power, self.builder.fmul(r, r), r)
         of_scale = self.builder.fsub(scale, self.number(1.0))
         return self._where_normal(x, self.multiply_add(less_one, scale, of_scale), -1.0)
+
+    def negative(self, x: Any) -> Any:
+        """-x, exactly: 0 for 0."""
+        return self.builder.fsub(self.number(0.0), x)
+
+    def sigmoid(self, x: Any) -> Any:
+        """1 / (1 + exp(-x))."""
+        one = self.number(1.0)
+        return self.builder.fdiv(one, self.builder.fadd(one, self.decay(self.negative(x))))
+
+    def tanh(self, x: Any) -> Any:
+        """Hyperbolic tangent: with e = exp(-2 |x|) - 1, tanh |x| = -e / (e + 2)."""
+        builder = self.builder
+        is_negative = builder.fcmp_ordered("<", x, self.number(0.0))
+        less = builder.select(is_negative, x, self.negative(x))
+        e = self.exp_minus_one(builder.fadd(less, less))
+        minus_size = builder.fdiv(e, builder.fadd(e, self.number(2.0)))
+        return builder.select(is_negative, minus_size, self.negative(minus_size))
+
+    def log_sigmoid(self, x: Any) -> Any:
+        """log(sigmoid(x)) = min(x, 0) - log(1 + y), y = exp(-|x|).
+
+        With s = y / (2 + y), at most 1 / 3, log(1 + y) = 2 s (1 + s^2 / 3 + s^4 / 5 + ...).
+        """
+        builder = self.builder
+        least = self.minimum(x, self.number(0.0))
+        y = self.exp(self.minimum(x, self.negative(x)))
+        s = builder.fdiv(y, builder.fadd(y, self.number(2.0)))
+        square = builder.fmul(s, s)
+        series = self.number(1 / 15)
+        for term in (13, 11, 9, 7, 5, 3, 1):
+            series = self.multiply_add(series, square, self.number(1 / term))
+        return builder.fsub(least, builder.fmul(builder.fadd(s, s), series))
 
     def _powers(self, x):
         """P(r), r and 2^n, with exp(x) = 2^n (1 + r + r^2 P(r)).

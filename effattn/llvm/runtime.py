@@ -99,20 +99,28 @@ class Signature(NamedTuple):
 # Compilation.
 
 # The handlers; for each, the module and the function that generate the code.
-HANDLERS = {
-    f"effattn_{core}_{direction}": (f"effattn.llvm.{module}", f"write_{direction}")
-    for core, module in (
-        ("block_attention", "block_kernels"),
-        ("linear_recurrence", "recurrence_kernels"),
-        ("diagonal_recurrence", "diagonal_kernels"),
-        ("native_sparse", "native_sparse_kernel"),
-        ("chosen_keys", "chosen_key_kernels"),
-    )
-    for direction in ("forward", "backward")
-} | {
-    f"effattn_{name}_forward": (f"effattn.llvm.{name}_kernel", "write_forward")
-    for name in ("mesa", "key_choice")
-}
+HANDLERS = (
+    {
+        f"effattn_{core}_{direction}": (f"effattn.llvm.{module}", f"write_{direction}")
+        for core, module in (
+            ("block_attention", "block_kernels"),
+            ("linear_recurrence", "recurrence_kernels"),
+            ("diagonal_recurrence", "diagonal_kernels"),
+            ("native_sparse", "native_sparse_kernel"),
+            ("chosen_keys", "chosen_key_kernels"),
+        )
+        for direction in ("forward", "backward")
+    }
+    | {
+        f"effattn_{cell}_{direction}": ("effattn.llvm.cell_kernels", f"write_{cell}_{direction}")
+        for cell in ("lstm", "gru", "slstm", "slstm_exp")
+        for direction in ("forward", "backward")
+    }
+    | {
+        f"effattn_{name}_forward": (f"effattn.llvm.{name}_kernel", "write_forward")
+        for name in ("mesa", "key_choice")
+    }
+)
 DTYPES = jnp.float32, jnp.int32  # dtypes of the arrays that handlers read
 
 _lock = threading.Lock()

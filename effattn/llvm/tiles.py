@@ -226,26 +226,16 @@ class TileOps:
     # Soft cap
 
     def soft_cap(self, logits: Any, keys: Any, cap: Any, slopes: Any = None) -> None:
-        """Replaces logits m by c tanh(m / c); `slopes` receive the derivatives, 1 - tanh(m / c)^2.
-
-        With e = exp(-2 |y|) - 1, tanh |y| = -e / (e + 2).
-        """
+        """Replaces logits m by c tanh(m / c); `slopes` receive the derivatives."""
         code, builder = self.code, self.code.builder
-        caps, zero, two = code.all_lanes(cap), code.number(0.0), code.number(2.0)
+        caps = code.all_lanes(cap)
         with code.loop(0, keys) as j:
             for v in self.vectors:
                 at = code.add(code.mul(j, TILE), v)
-                y = builder.fdiv(code.load_vector(logits, at), caps)
-                doubled = builder.fmul(two, y)
-                is_negative = builder.fcmp_ordered("<", y, zero)
-                less = builder.select(is_negative, doubled, builder.fsub(zero, doubled))
-                e = code.exp_minus_one(less)
-                size = builder.fdiv(e, builder.fadd(e, two))  # -tanh |y|
-                found = builder.select(is_negative, size, builder.fsub(zero, size))
+                found = code.tanh(builder.fdiv(code.load_vector(logits, at), caps))
                 code.store_vector(builder.fmul(caps, found), logits, at)
                 if slopes is not None:
-                    minus = builder.fsub(zero, found)
-                    slope = code.multiply_add(minus, found, code.number(1.0))
+                    slope = code.multiply_add(code.negative(found), found, code.number(1.0))
                     code.store_vector(slope, slopes, at)
 
     # Softmax

@@ -1,7 +1,6 @@
-"""Base class of mixers with a recurrent cell, scanned over time.
+"""Base class of mixers with a recurrent cell, of `effattn.cores.cell_recurrence`.
 
-The products of the tokens with the input matrices are computed before, for all tokens at once. A
-step of the scan then reads the recurrent matrices alone.
+The products of the tokens with the input matrices are computed before, for all tokens at once.
 """
 
 from collections.abc import Callable
@@ -9,15 +8,16 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from effattn.arrays import dtypes
 from effattn.arrays.segments import within
 from effattn.cores import passed_states, sequence_parts
+from effattn.cores.cell_recurrence import cell_recurrence
+from effattn.interfaces.cell_recurrence import GATES, STATES, Config, Inputs
 from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.layers import Layers
-from effattn.nn.options import Mixing
+from effattn.nn.options import WithCell
 from effattn.nn.recurrent import RecurrentMixer
 
 
@@ -34,27 +34,34 @@ def cell(make: Callable[..., Any], features: int, **options: Any) -> Any:
 
 
 class CellMixer(RecurrentMixer):
-    """Base class of `LSTM`, `GRU`, `SLSTM`: carry, h_t = step(carry, x_t W), from a zero carry.
+    """Base class of `LSTM`, `GRU`, `SLSTM`.
 
     With `is_causal=False` a second cell reads the tokens from the last to the first, and the output
     is `[h_t, h'_t] W_out`.
     """
 
     _cell: Callable[..., Any]
+    _mechanism: str
 
     def __init__(
         self,
         in_features: int,
         *,
         kernel_init: Callable[..., Any] = initializers.kernel_init,
-        **options: Unpack[Mixing],
+        **options: Unpack[WithCell],
     ):
+        self.implementation = options.pop("implementation", None)
         super().__init__(in_features, **options)
         self.cell = self._make_cell(kernel_init, options)
         if not self.is_causal:
             self.backward = self._make_cell(kernel_init, options)
             size = self.in_features
             self.out = Layers(kernel_init=kernel_init, **options).out(2 * size, size)
+
+    @property
+    def cell_name(self) -> str:
+        """Name of the cell, a key of `GATES`."""
+        return self._mechanism
 
     def _make_cell(self, kernel_init, options):
         numbers = Layers(**options).numbers
@@ -76,51 +83,44 @@ class CellMixer(RecurrentMixer):
         dtype = self._computed_in(x)
         # The cell computes in the dtype of its parameters, which the user may have cast.
         own = jax.tree.leaves(cell) if self.dtype is None else ()
-        zeros = self._carry(batch, dtypes.wide(dtype, *own))
-        start = zeros
+        tokens, recurrent, bias = self._operands(cell, x.astype(dtype))
+        heads, size, gates, _ = recurrent.shape
+        tokens = tokens.reshape(batch, time, gates, heads, size)
+        count = STATES[self.cell_name]
+        carry = jnp.zeros((batch, count, heads, size), dtypes.wide(dtype, *own))
         if state is not None:
-            start = jax.tree.map(lambda c, z: c.astype(z.dtype), state, zeros)
-        new = valid = None
+            leaves = [each.astype(carry.dtype) for each in jax.tree.leaves(state)]
+            carry = jnp.stack(leaves, 1).reshape(carry.shape)
+        starts = valid = None
         if segment_ids is not None:
             ids = jnp.asarray(segment_ids)
             around = sequence_parts.with_neighbours(ids, 1, 1)
-            new = (ids != around[:, 2:] if reverse else ids != around[:, :-2]).T
+            starts = ids != (around[:, 2:] if reverse else around[:, :-2])
         if lengths is not None:
-            valid = within(jnp.asarray(lengths), time).T
-        tokens = jnp.moveaxis(self._project(cell, x.astype(dtype)), 1, 0)
-        by_time = tokens, new, valid
+            valid = within(jnp.asarray(lengths), time)
+        computed = self.dtype or jnp.promote_types(dtype, recurrent.dtype)
+        config = Config(self.cell_name, jnp.dtype(computed), reverse)
 
-        def where(flags, these, those):
-            return jax.tree.map(lambda a, b: jnp.where(flags[:, None], a, b), these, those)
+        def run(inputs, carry):
+            tokens, recurrent, bias, starts, valid = inputs
+            x = Inputs(tokens, recurrent, bias, carry, starts, valid)
+            return cell_recurrence(name, config, x, implementation=self.implementation)
 
-        def run(inputs, start):
-            cell, by_time = inputs
-            one_step = self._step_of(cell, by_time[0].dtype)
+        name, inputs = type(self).__name__, (tokens, recurrent, bias, starts, valid)
+        h, last = passed_states.in_turns(name, run, inputs, carry, reverse=reverse)
+        h = h.reshape(x.shape).astype(dtype)
+        return h, None if last is None else self._state_of(last.reshape(batch, count, heads * size))
 
-            def step(carry, of_token):
-                token, new, valid = of_token
-                if new is not None:
-                    carry = where(new, zeros, carry)
-                after, y = one_step(carry, token)
-                return (after if valid is None else where(valid, after, carry)), y
+    def _operands(self, cell: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The tokens' parts of the gates' arguments, the recurrent matrices and the biases.
 
-            carry, y = lax.scan(step, start, by_time, reverse=reverse)
-            return jnp.moveaxis(y, 0, 1).astype(dtype), carry
-
-        name = type(self).__name__
-        return passed_states.in_turns(name, run, (cell, by_time), start, reverse=reverse)
-
-    def _project(self, cell, x):
-        """The products of tokens `(B, T, D)` with the input matrices, `(B, T, ...)`."""
-        return cell.dense_i(x)
-
-    def _step_of(self, cell, dtype):
-        """The function `(carry, token) -> (carry, output (B, D))` of a token's part of `_project`.
-
-        `dtype` is that of the tokens.
+        For tokens `(B, T, D)`: `(B, T, G D)`, `(N, H, G, H)` and `(G, N, H)`.
         """
-        raise NotImplementedError
+        kernel, size, gates = cell.dense_h.kernel[...], self.in_features, GATES[self.cell_name]
+        bias = jnp.zeros(gates * size) if cell.dense_h.bias is None else cell.dense_h.bias[...]
+        recurrent = kernel.reshape(1, size, gates, size)
+        return cell.dense_i(x), recurrent, bias.reshape(gates, 1, size)
 
-    def _carry(self, batch, dtype):
-        """Zero carry before the first token; `dtype` is at least float32, as in all states."""
-        raise NotImplementedError
+    def _state_of(self, carry):
+        """The carry `(B, S, D)` as the mixer's state, of arrays `(B, D)`."""
+        return tuple(carry[:, number] for number in range(carry.shape[1]))

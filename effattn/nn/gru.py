@@ -1,9 +1,7 @@
 """GRU mixer."""
 
-import jax.numpy as jnp
 from flax import nnx
 
-from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.cell import CellMixer
 
 
@@ -21,21 +19,10 @@ class GRU(CellMixer):
 
     Args:
       kernel_init: initializer of W and W_out; the recurrent matrices R start orthogonal.
-      **options: see `effattn.nn.options.Mixing`.
+      **options: see `effattn.nn.options.WithCell`.
     """
 
     _mechanism, _cell = "gru", nnx.GRUCell
 
-    def _step_of(self, cell, dtype):
-        def step(h, token):
-            r, z, n = jnp.split(token, 3, -1)
-            r_of_state, z_of_state, n_of_state = jnp.split(cell.dense_h(h), 3, -1)
-            z = sigmoid(z + z_of_state)
-            n = tanh(n + sigmoid(r + r_of_state) * n_of_state)
-            h = (1 - z) * n + z * h
-            return h, h
-
-        return step
-
-    def _carry(self, batch, dtype):
-        return jnp.zeros((batch, self.in_features), dtype)
+    def _state_of(self, carry):
+        return carry[:, 0]

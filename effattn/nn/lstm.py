@@ -1,9 +1,7 @@
 """LSTM mixer."""
 
-import jax.numpy as jnp
 from flax import nnx
 
-from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.cell import CellMixer
 
 
@@ -22,21 +20,7 @@ class LSTM(CellMixer):
 
     Args:
       kernel_init: initializer of W and W_out; the recurrent matrices R start orthogonal.
-      **options: see `effattn.nn.options.Mixing`.
+      **options: see `effattn.nn.options.WithCell`.
     """
 
     _mechanism, _cell = "lstm", nnx.OptimizedLSTMCell
-
-    def _step_of(self, cell, dtype):
-        def step(carry, token):
-            c, h = carry
-            i, f, g, o = jnp.split(token + cell.dense_h(h), 4, -1)
-            c = sigmoid(f) * c + sigmoid(i) * tanh(g)
-            h = sigmoid(o) * tanh(c)
-            return (c, h), h
-
-        return step
-
-    def _carry(self, batch, dtype):
-        zeros = jnp.zeros((batch, self.in_features), dtype)
-        return zeros, zeros

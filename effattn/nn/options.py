@@ -92,20 +92,32 @@ class Heads(TypedDict, total=False):
     head_dim: int | None
 
 
-class Execution(TypedDict, total=False):
+class Implementation(TypedDict, total=False):
+    """Choice of the implementation of a recurrence.
+
+    Attributes:
+      implementation: see `effattn.options.Implementation`.
+    """
+
+    implementation: str | tuple[str, ...] | None
+
+
+class Execution(Implementation, total=False):
     """How the recurrence of a mixer is computed.
 
     Attributes:
       chunk_size: see the mechanism's function in `effattn`.
-      implementation: see `effattn.options.Implementation`.
     """
 
     chunk_size: int | None
-    implementation: str | tuple[str, ...] | None
 
 
 class Mixing(Direction, Dropout, Parameters, total=False):
     """Options of every mixer: direction, dropout and parameters."""
+
+
+class WithCell(Mixing, Implementation, total=False):
+    """Options of mixers with a recurrent cell: those of `Mixing`, and the implementation."""
 
 
 class Projected(Mixing, Initializers, total=False):

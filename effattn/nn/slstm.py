@@ -3,18 +3,16 @@
 from collections.abc import Callable
 from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from effattn.arrays import checks
 from effattn.nn import initializers
 from effattn.nn.cell import CellMixer
 from effattn.nn.layers import Layers
 from effattn.nn.mlstm import FORGET_GATES
-from effattn.nn.options import Mixing
+from effattn.nn.options import WithCell
 
 
 class SLSTMCell(nnx.Module):
@@ -23,43 +21,13 @@ class SLSTMCell(nnx.Module):
     `input` is the matrix W `(D, 4 D)`, `recurrent` the blocks R `(4, N, H, H)`, `bias` is `(4, D)`.
     """
 
-    def __init__(self, features: int, num_heads: int, forget_gate: str, make: Layers):
-        self.num_heads, self.forget_gate = num_heads, forget_gate
-        size, self.dtype = features // num_heads, make.numbers["dtype"]
+    def __init__(self, features: int, num_heads: int, make: Layers):
+        size = features // num_heads
         self.input = make.linear(features, 4 * features)
         self.recurrent = make.constant(np.zeros((4, num_heads, size, size)))
         bias = np.zeros((4, num_heads, size))
         bias[2] = np.linspace(3, 6, size)
         self.bias = make.constant(bias.reshape(4, features))
-
-    def step_of(self, dtype: Any) -> Callable[..., Any]:
-        """Returns the function from a carry and x_t W, `(B, 4 D)`, to the next carry and h."""
-        R, bias = self.recurrent[...], self.bias[...]
-        gates, heads, size = R.shape[:3]
-        dtype = jnp.promote_types(dtype, R.dtype) if self.dtype is None else self.dtype
-        # One product a head for all gates. The order of axes is changed before the loop.
-        R = jnp.transpose(R.astype(dtype), (1, 2, 0, 3)).reshape(heads, size, gates * size)
-
-        def step(carry, token):
-            c, n, h, m = carry
-            wide, rows = c.dtype, len(token)
-            of_heads = h.astype(dtype).reshape(rows, heads, size)
-            of_state = jnp.einsum("bnh,nhk->bnk", of_heads, R).reshape(rows, heads, gates, size)
-            of_state = jnp.swapaxes(of_state, 1, 2).reshape(rows, *bias.shape)
-            of_token = token.reshape(of_state.shape).astype(wide) + bias.astype(wide)[None]
-            z, log_write, forget, o = jnp.moveaxis(of_token + of_state.astype(wide), 1, 0)
-            log_forget = jax.nn.log_sigmoid(forget) if self.forget_gate == "sigmoid" else forget
-            kept = log_forget + lax.stop_gradient(m)
-            # Before the first token there is nothing to keep, whatever the gate.
-            m = jnp.maximum(jnp.where(n > 0, kept, log_write), log_write)
-            m = lax.stop_gradient(m)
-            written = jnp.exp(log_write - m)
-            kept = jnp.where(n > 0, jnp.exp(jnp.where(n > 0, kept - m, 0)), 0)
-            c, n = kept * c + written * jnp.tanh(z), kept * n + written
-            h = jax.nn.sigmoid(o) * c / n
-            return (c, n, h, m), h
-
-        return step
 
 
 class SLSTM(CellMixer):
@@ -82,7 +50,7 @@ class SLSTM(CellMixer):
       forget_gate: activation of the forget gate, "sigmoid" or "exp".
       kernel_init: initializer of W and W_out. R starts at zero, and the biases of the forget gates
         between 3 and 6.
-      **options: see `effattn.nn.options.Mixing`.
+      **options: see `effattn.nn.options.WithCell`.
     """
 
     _mechanism = "slstm"
@@ -94,7 +62,7 @@ class SLSTM(CellMixer):
         *,
         forget_gate: str = "sigmoid",
         kernel_init: Callable[..., Any] = initializers.kernel_init,
-        **options: Unpack[Mixing],
+        **options: Unpack[WithCell],
     ):
         if forget_gate not in FORGET_GATES:
             raise ValueError(
@@ -112,18 +80,18 @@ class SLSTM(CellMixer):
 
     def _make_cell(self, kernel_init, options):
         make = Layers(kernel_init=kernel_init, **options)
-        return SLSTMCell(self.in_features, self.num_heads, self.forget_gate, make)
+        return SLSTMCell(self.in_features, self.num_heads, make)
 
     def _scan(self, cell, x, state, lengths, segment_ids, *, reverse=False):
         h, state = super()._scan(cell, x, state, lengths, segment_ids, reverse=reverse)
         heads = h.reshape(*h.shape[:2], self.num_heads, h.shape[2] // self.num_heads)
         return self.norm(heads).reshape(h.shape), state
 
-    def _project(self, cell, x):
-        return cell.input(x)
+    @property
+    def cell_name(self) -> str:
+        """Name of the cell, by the forget gate."""
+        return "slstm" if self.forget_gate == "sigmoid" else "slstm_exp"
 
-    def _step_of(self, cell, dtype):
-        return cell.step_of(dtype)
-
-    def _carry(self, batch, dtype):
-        return (jnp.zeros((batch, self.in_features), dtype),) * 4
+    def _operands(self, cell, x):
+        recurrent = jnp.transpose(cell.recurrent[...], (1, 2, 0, 3))
+        return cell.input(x), recurrent, cell.bias[...].reshape(*cell.recurrent.shape[:2], -1)

@@ -358,15 +358,15 @@ def test_spatial_gating_starts_from_the_token_itself():
 
 @pytest.mark.parametrize("layer", [LSTM, GRU])
 def test_baselines_are_those_of_flax(layer):
-    """Outputs and carry agree bit for bit."""
+    """Outputs and carry agree, by XLA and, for as many tokens as take kernels, by these."""
+    x = jnp.asarray(np.concatenate([X, X, X], 1))
     mixer = layer(D, rngs=nnx.Rngs(0))
-    carry, expected = nnx.RNN(mixer.cell, return_carry=True)(jnp.asarray(X))
-    y, state = mixer.extend(X, mixer.init_state(2, 0))
-    np.testing.assert_array_equal(y, expected)
-    np.testing.assert_array_equal(mixer(X), expected)
-    jax.tree.map(np.testing.assert_array_equal, tuple(state.state), tuple(carry)) if isinstance(
-        carry, tuple
-    ) else np.testing.assert_array_equal(state.state, carry)
+    for some in (x[:, :9], x):
+        carry, expected = nnx.RNN(mixer.cell, return_carry=True)(some)
+        y, state = mixer.extend(some, mixer.init_state(2, 0))
+        close(y, expected)
+        close(mixer(some), expected)
+        jax.tree.map(close, jax.tree.leaves(state.state), jax.tree.leaves(carry))
 
 
 @pytest.mark.parametrize("layer", [LSTM, GRU])
