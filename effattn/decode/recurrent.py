@@ -20,11 +20,13 @@ class RecurrentState:
       length: `(B,)` int32, tokens seen.
       max_length: static; maximum tokens of a row, if that is less than the window of a state that
         keeps the last tokens; else None.
+      mechanism: static; name of the mechanism of the mixer that made the state, or None.
     """
 
     state: Any
     length: jax.Array
     max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
+    mechanism: str | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,8 +169,9 @@ def check_state(state: Any, kind: type[Any], batch: int) -> None:
 
 def check_rows(state: Any, batch: int) -> None:
     """Raises `ValueError` unless `state` has `batch` rows."""
-    if state.length.shape != (batch,):
+    length = checks.as_array("length of state", state.length)
+    if length.shape != (batch,) or not jnp.issubdtype(length.dtype, jnp.integer):
         raise ValueError(
-            f"state must have length of shape {(batch,)}, one number for each row of the input, "
-            f"got {state.length.shape}; call init_state with batch={batch}"
+            f"state must have length of shape {(batch,)}, an integer for each row of the input, "
+            f"got {length.dtype} of shape {length.shape}; call init_state with batch={batch}"
         )

@@ -31,11 +31,13 @@ class DeltaRuleState:
         those of later steps.
       state: state of the delta rule, `(B, K, H, Hv)`, at least float32.
       length: `(B,)` int32, number of tokens read.
+      mechanism: static; name of the mechanism of the mixer that made the state.
     """
 
     inputs: tuple[jax.Array, ...]
     state: jax.Array
     length: jax.Array
+    mechanism: str | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 class DeltaRule(SelfAttention):
@@ -92,7 +94,8 @@ class DeltaRule(SelfAttention):
         before = RecurrentState(state.state, state.length)
         further.update(self._per_token(x))
         out, after = self._decoder().extend(*heads, before, lengths, **further)
-        return self._finish(out, x), DeltaRuleState(inputs, after.state, after.length)
+        after = dataclasses.replace(state, inputs=inputs, state=after.state, length=after.length)
+        return self._finish(out, x), after
 
     def _paths(self) -> list[tuple[Any, ShortConvolution]]:
         """The projections, each with its convolution: those of queries, keys and values first."""

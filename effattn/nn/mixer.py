@@ -1,5 +1,6 @@
 """Base classes of mixers: modules from tokens to tokens, and the decode protocol."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -121,7 +122,11 @@ class CausalMixer(Mixer):
         self._check_causal()
         dtype = check_init(batch, max_length, self._kept_in(dtype))
         self._check_limit("max_length asks for", max_length)
-        return self._empty(batch, max_length, dtype)
+        state = self._empty(batch, max_length, dtype)
+        # States of two recurrences may have the same shapes, and another meaning.
+        if hasattr(state, "mechanism"):
+            state = dataclasses.replace(state, mechanism=self.binding.name)
+        return state
 
     def _empty(self, batch: int, max_length: int, dtype: Any) -> Any:
         """Returns the empty state; implemented by subclasses."""
@@ -142,18 +147,28 @@ class CausalMixer(Mixer):
         slots = max((s[1] for s in got if len(s) > 1), default=0)
         like = empty(min(slots, most) if bound is None else bound)
         check_state(state, type(like), batch)
-        needed = shapes(like)
+        owner, name = getattr(state, "mechanism", None), self.binding.name
+        if owner not in (None, name):
+            raise ValueError(
+                f"state must be one of the mechanism {name!r}, got one of {owner!r}; it is the "
+                "state of another layer"
+            )
+        needed, is_of_levels = shapes(like), False
         if got != needed and bound is None:
             # Sizes that differ between capacities `most // 2` and `most` depend on the capacity.
             like, large = empty(most // 2), empty(most)
             if len(got) == len(jax.tree.leaves(like)):
                 needed = [
-                    tuple(g if a != b else a for g, a, b in zip(*sizes, strict=False))
+                    tuple(g if a != b else a for g, a, b in zip(*sizes, strict=True))
+                    if len(sizes[0]) == len(sizes[1])
+                    else sizes[1]
                     for sizes in zip(got, shapes(like), shapes(large), strict=True)
                 ]
-        # Hierarchical states of other capacities may have other numbers of levels.
+            # Hierarchical states of other capacities have other numbers of levels.
+            is_of_levels = len(shapes(empty(1))) != len(shapes(large))
         structures = {jax.tree.structure(x) for x in (state, like)}
-        if len(got) == len(needed) and (got != needed or len(structures) > 1):
+        is_another = got != needed or len(structures) > 1
+        if is_another and (len(got) == len(needed) or not is_of_levels):
             raise ValueError(
                 f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
                 "it is the state of another layer"

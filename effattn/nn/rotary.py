@@ -155,14 +155,17 @@ class RotaryEmbedding:
           `effattn.arrays.angles`).
 
         Raises:
-          ValueError: an odd or too small head dimension, or positions that are not integers.
+          ValueError: an odd or too small head dimension, an x that is not of real numbers, or
+            positions that are not integers of these shapes.
         """
         rotated = self.check_head(x.shape[-1])
         dtype = dtypes.wide(x.dtype)
         positions = checks.as_array("positions", positions)
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ValueError(f"positions must be integers, got dtype {positions.dtype}")
-        if positions.shape[-1:] != x.shape[-3:-2]:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"x must be of real numbers, got dtype {x.dtype}")
+        if positions.shape[-1:] != x.shape[-3:-2] or not _fits(positions.shape, x.shape[:-2]):
             raise ValueError(
                 f"positions must have shape (T,) or (*B, T) for x of shape {x.shape}, got "
                 f"{positions.shape}"
@@ -175,6 +178,12 @@ class RotaryEmbedding:
         first, second = jnp.split(turning.astype(dtype), 2, axis=-1)
         turned = [first * cos - second * sin, second * cos + first * sin]
         return jnp.concatenate([*(each.astype(x.dtype) for each in turned), rest], axis=-1)
+
+
+def _fits(shape, whole):
+    """True if an array of the first shape can be broadcast to the second."""
+    pairs = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(size in (1, full) for size, full in pairs)
 
 
 def check_rotary(rotary: RotaryEmbedding | None, **sizes: int) -> None:

@@ -1,5 +1,6 @@
 """Mixer with the time mixing of RWKV-7."""
 
+import dataclasses
 import functools
 from typing import Any, Unpack
 
@@ -129,7 +130,7 @@ class RWKV7(TimeMixing):
           rngs: changes nothing, because there is no dropout.
 
         Returns:
-          `(y (B, T, D), values)`, the values of the first layer.
+          `(y (B, T, D), values)`, the values of the first layer; y is zero in the padding.
         """
         x = tokens_of("x", x, self.in_features)
 
@@ -138,7 +139,7 @@ class RWKV7(TimeMixing):
             _, valid = padding_of(mixer.binding, batch, time, lengths, segment_ids)
             x = zero_padding(x, valid)
             y, _, values = mixer._mix_values(x, None, lengths, segment_ids, values)
-            return y, values
+            return zero_padding(y, valid), values
 
         specs = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec(*mesh_axes.spec(x)[:2])
         return mesh_axes.placed(mix, x, *specs)(self, x, shared, lengths, segment_ids)
@@ -167,7 +168,7 @@ class RWKV7(TimeMixing):
     def _extend(self, x, state, lengths, *shared):
         more = new_lengths(lengths, *x.shape[:2])
         y, after, values = self._mix_values(x, state.state, lengths, None, *shared)
-        after = RecurrentState(state=after, length=state.length + more)
+        after = dataclasses.replace(state, state=after, length=state.length + more)
         return (y, after, values) if shared else (y, after)
 
     def _mix(self, x, state, lengths, segment_ids):

@@ -1,5 +1,6 @@
 """S4 mixer: one state space per feature, diagonal plus low rank."""
 
+import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -127,9 +128,9 @@ class S4(StateSpace):
         valid = within(count, time).T
         states, y = lax.scan(recur, states, (jnp.moveaxis(x.astype(wide), 1, 0), valid))
         y = jnp.moveaxis(y, 0, 1) + dtypes.product(lead(self.skip[...].astype(wide), 3), x)
-        return self._finish(y.astype(x.dtype)), RecurrentState(
-            state=(states, output), length=state.length + count
-        )
+        length = state.length + count
+        after = dataclasses.replace(state, state=(states, output), length=length)
+        return self._finish(y.astype(x.dtype)), after
 
 
 def _complex_of_row(row: jax.Array) -> jax.Array:

@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from effattn import registry
 from effattn.arrays import checks, mesh_axes
 from effattn.cores import sequence_parts
 from effattn.decode.contiguous import ContiguousState
-from effattn.decode.state import new_lengths
+from effattn.decode.state import is_concrete, new_lengths
 from effattn.decode.tokens import TokenState
 from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.self_attention import SelfAttention
@@ -73,8 +74,14 @@ class SharedKeysAttention(SelfAttention):
         are as in `SelfAttention`.
         """
         sequence_parts.check_mixer(self)
+        self._check_shared(shared)
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         query, key, value = self._heads_and_keys(x, positions, shared)
+        if key.shape[:2] != x.shape[:2]:
+            raise ValueError(
+                f"shared must be keys and values of the tokens of x, {x.shape[:2]}, got "
+                f"{key.shape[:2]}; pass what with_shared of the layer with keys returned for them"
+            )
         out = self._attend((query, key, value), **keywords, **self._dropout(rngs))
         return self.out(out), (key, value)
 
@@ -94,8 +101,16 @@ class SharedKeysAttention(SelfAttention):
         Returns:
           `(y (B, T, D), state, None)`: keys and values are shared by the state.
         """
+        self._check_shared(shared)
         y, state = self._extended(x, state, lengths, shared)
         return y, state, None
+
+    def _check_shared(self, shared):
+        if self.has_keys and shared is not None:
+            raise ValueError(
+                "shared is for a layer that reads the keys and values of another layer, got it in "
+                "a layer with has_keys=True"
+            )
 
     def _extend(self, x, state, lengths, shared=None):
         if self.has_keys:
@@ -108,9 +123,16 @@ class SharedKeysAttention(SelfAttention):
         keys = shared.key, shared.value
         query, *given = self._heads_and_keys(x, self._positions(x, state), keys)
         lengths = new_lengths(lengths, *x.shape[:2])
+        after = state.length + lengths
+        if is_concrete(shared.length, after) and np.any(shared.length != after):
+            raise ValueError(
+                "shared must be the state of the layer with keys after the same tokens, "
+                f"{np.asarray(after).tolist()} a row, got {np.asarray(shared.length).tolist()}; "
+                "extend that layer first"
+            )
         given = [array.astype(query.dtype) for array in given]
         out = self._decoder().attend(query, *given, state.length, lengths)
-        return self.out(out), dataclasses.replace(state, length=state.length + lengths)
+        return self.out(out), dataclasses.replace(state, length=after)
 
     def _empty(self, batch, max_length, dtype):
         if self.has_keys:
@@ -121,13 +143,19 @@ class SharedKeysAttention(SelfAttention):
         """Query, key and value; with `has_keys`, those of x."""
         if self.has_keys or keys is None:
             return self._heads(x, positions)
+        if not isinstance(keys, tuple) or len(keys) != 2:
+            raise ValueError(
+                "shared must be the keys and values that with_shared of a layer with keys "
+                f"returned, got {type(keys).__name__}"
+            )
         for name, array, size in zip(
             ("keys", "values"), keys, (self.head_dim, self.value_dim), strict=True
         ):
-            if array.shape[2:] != (self.num_kv_heads, size):
+            if np.shape(array)[2:] != (self.num_kv_heads, size):
                 raise ValueError(
                     f"{name} of another layer must have {self.num_kv_heads} heads of size {size}, "
-                    f"as this layer has, got {array.shape[2:]}; give both layers the same options"
+                    f"as this layer has, got {np.shape(array)[2:]}; give both layers the same "
+                    "options"
                 )
         query = self._project_queries(x)
         if self.rotary is not None and positions is not None:

@@ -1,5 +1,6 @@
 """SelfAttention and CrossAttention around each mechanism."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 
 import effattn
+from effattn import registry
 from effattn.nn import (
     Alibi,
     CrossAttention,
@@ -330,6 +332,39 @@ def test_the_state_of_another_layer_is_refused(options, others):
     assert jax.eval_shape(other.extend, x, shape)[0].shape == x.shape
     with pytest.raises(ValueError, match="this SelfAttention needs .* the state of another layer"):
         jax.eval_shape(mixer.extend, x, shape)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "given_to"),
+    [
+        ("rwkv6", "slstm"),
+        ("slstm", "rwkv7"),
+        ("hgrn2", "lightning"),
+        ("rwkv6", "rwkv7"),
+        ("gated_delta_net", "delta_product"),
+        ("delta_net", "kimi_delta"),
+        ("latent", "indexed"),
+        ("lstm", "gru"),
+        ("lstm", "convolution"),
+        ("s4d", "convolution"),
+        ("softmax", "hierarchical"),
+    ],
+)
+def test_the_state_of_another_mechanism_is_refused(made_by, given_to):
+    mixer, other = (
+        registry.get(name).build(16, 4, rngs=nnx.Rngs(0)) for name in (given_to, made_by)
+    )
+    state = jax.eval_shape(lambda: other.init_state(2, 13))
+    with pytest.raises(ValueError, match=r"state must be the|the state of another layer"):
+        jax.eval_shape(mixer.extend, floats(2, 1, 16), state)
+
+
+def test_a_state_needs_whole_lengths():
+    mixer = registry.get("rg_lru").build(16, 4, rngs=nnx.Rngs(0))
+    state = mixer.init_state(2, 13)
+    for length, got in ((None, "None"), (jnp.zeros(2), "float32 of shape")):
+        with pytest.raises(ValueError, match=f"length.* got .*{got}"):
+            mixer.extend(floats(2, 1, 16), dataclasses.replace(state, length=length))
 
 
 def test_segment_ids_may_be_a_list():

@@ -169,6 +169,29 @@ def test_layers_with_other_sizes_cannot_read():
         jax.eval_shape(lambda: model(TOKENS))
 
 
+def test_keys_of_other_tokens_are_refused():
+    with_keys, reader = (
+        SharedKeysAttention(16, 4, has_keys=has_keys, rngs=nnx.Rngs(0))
+        for has_keys in (True, False)
+    )
+    x = np.ones((1, 4, 16), np.float32)
+    _, shapes = jax.eval_shape(lambda: with_keys.with_shared(x))
+    keys = jax.tree.map(lambda k: jnp.zeros(k.shape), shapes)
+    empty = with_keys.init_state(1, 4)
+    for wrong, message in (
+        (lambda: reader.with_shared(x, jax.tree.map(lambda k: k[:, :2], keys)), r"got \(1, 2\)"),
+        (lambda: reader.with_shared(x, "ab"), "shared must be the keys and values .*, got str"),
+        (lambda: reader.with_shared(x, (*keys, keys[0])), "shared must be the keys and values"),
+        (lambda: with_keys.with_shared(x, keys), "got it in a layer with has_keys=True"),
+        (
+            lambda: reader.extend_with_shared(x, reader.init_state(1, 4), empty),
+            r"after the same tokens, \[4\] a row, got \[0\]; extend that layer first",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
 def test_what_takes_layers_apart_refuses():
     model = make(**CROSS_LAYER)
     reader = model.blocks[1].mixer
