@@ -2,8 +2,9 @@
 
 import functools
 import inspect
+import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -60,6 +61,14 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {_quoted(value)}")
     return bool(value)
+
+
+def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
+    """Checks that a value is one of these names."""
+    names = tuple(choices)
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {_quoted(value)}")
+    return value
 
 
 def _quoted(value):
@@ -197,10 +206,24 @@ def _without_rounding(value: Any, numbers: np.ndarray) -> np.ndarray:
 
 
 def not_negative(name: str, value: Any) -> None:
-    """Checks that counts are 0 or more, if they are concrete."""
+    """Checks that counts are 0 or more and not NaN, if they are concrete."""
     numbers = known(value)
-    if numbers is not None and np.min(numbers, initial=0) < 0:
+    if numbers is not None and not np.min(numbers, initial=0) >= 0:
         raise ValueError(f"{name} must be 0 or more, got {np.min(numbers)}")
+
+
+def between(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    """Checks that concrete values, such as gates of tokens, lie in [low, high].
+
+    NaN is accepted, because padding may hold NaN.
+    """
+    numbers = known(value)
+    if numbers is None:
+        return
+    outside = numbers[(numbers < low) | (numbers > high)]
+    if outside.size:
+        needs = f"{low} or more" if high == math.inf else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {needs}, got {float(outside.flat[0]):.4g}")
 
 
 def counts(value: jax.Array) -> jax.Array:

@@ -116,8 +116,8 @@ def compressed_blocks(
     keys: jax.Array, values: jax.Array, compress: Compress | None
 ) -> tuple[jax.Array, jax.Array]:
     """Compresses keys `(..., l, H)` and values `(..., l, Hv)`, and checks the results."""
-    if compress is not None and not callable(compress):
-        raise ValueError(f"compress must be a function or None, got {compress!r}")
+    if compress is not None:
+        checks.accepts("compress", compress, ("keys", "values"))
     found = (means if compress is None else compress)(keys, values)
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise ValueError(
@@ -126,8 +126,12 @@ def compressed_blocks(
     results = []
     for name, x, block in zip(("keys", "values"), found, (keys, values), strict=True):
         shape = (*block.shape[:-2], block.shape[-1])
-        if x.shape != shape:
-            raise ValueError(f"compress must map {name} {block.shape} to {shape}, got {x.shape}")
+        x = checks.as_array(f"{name} of compress", x)
+        if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"compress must map {name} {block.shape} to floating point of shape {shape}, got "
+                f"{x.dtype} of shape {x.shape}"
+            )
         results.append(x.astype(block.dtype))
     return results[0], results[1]
 

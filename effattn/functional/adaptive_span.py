@@ -68,7 +68,8 @@ def adaptive_span_attention(
       logits with log m, `(*B, T, N)`, at least float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: a negative span, sizes out of range; and the errors of `effattn.options`.
+      ValueError: a span that is negative or NaN, sizes out of range; and the errors of
+        `effattn.options`.
     """
     name = "adaptive_span_attention"
     max_span = checks.at_least("max_span", max_span, 1, "tokens, the own token included")

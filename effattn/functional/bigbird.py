@@ -200,7 +200,7 @@ def pattern(
         table = _check_random_blocks(random_blocks, length, block_size, key_heads)
         return Or((near, ends, BlockLists(table, block_size)))
     blocks = -(-length // block_size)
-    if num_random_blocks > blocks and not is_causal:
+    if 0 < blocks < num_random_blocks and not is_causal:
         raise ValueError(
             f"num_random_blocks must be at most {blocks}, the number of key blocks of {block_size} "
             f"in {length} tokens, got {num_random_blocks}; pass fewer, or a smaller block_size"

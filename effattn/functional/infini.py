@@ -106,6 +106,8 @@ def infini_attention(
     checks.self_attention(name, query, key)
     checks.known_length(name, query)
     size, gate = check_options(segment_size, gate, query.shape[-2])
+    if rotary is not None:
+        checks.accepts("rotary", rotary, ("x", "positions"))
     *batch, time, _, _ = query.shape
     if checks.is_pair(options.get("segment_ids"), (*batch, time)):
         raise ValueError(
@@ -126,8 +128,14 @@ def infini_attention(
     with jax.named_scope(name):
         of_local = number + 1 if ids is None else jnp.where(ids == 0, 0, number + 1)
         given = dataclasses.replace(given, segments=(of_local, of_local), window=(size - 1, 0))
-        turned = (query, key) if rotary is None else (rotary(query, place), rotary(key, place))
-        local, _ = attention.attend(*turned, value, given)
+
+        def turned(name, x):
+            if rotary is None:
+                return x
+            return checks.shaped(f"rotary({name})", rotary(x, place), x.shape)
+
+        heads = turned("query", query), turned("key", key), value
+        local, _ = attention.attend(*heads, given)
 
         def remember(query, key, value, segments):
             wide = dtypes.wide(query, key, value)

@@ -211,7 +211,7 @@ def _checked(name, heads, selection, block_size, top_k, options):
     checks.self_attention(name, query, key)
     checks.known_length(name, query)
     size, top_k = check_options(block_size, top_k, query.shape[-3])
-    shape = (*key.shape[:-1], max(jnp.shape(selection[0])[-1:] or (1,)))
+    shape = (*key.shape[:-1], max((1, *jnp.shape(selection[0])[-1:])))
     named = zip(("selection_query", "selection_key"), selection, strict=True)
     of_query, of_key = (checks.shaped(n, x, shape) for n, x in named)
     heads = attention.without_padding(query, key, value, given)

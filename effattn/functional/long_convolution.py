@@ -109,7 +109,7 @@ def regularized(filter: jax.Array, threshold: float, smoothing: int) -> jax.Arra
 def check_regularization(threshold: Any, smoothing: Any) -> None:
     """Raises `ValueError` unless the threshold is 0 or more and `smoothing` a number of taps."""
     needs = "a number, 0 or more"
-    if checks.real("threshold", threshold, needs) < 0:
+    if not checks.real("threshold", threshold, needs) >= 0:
         raise ValueError(f"threshold must be {needs}, got {threshold}")
     checks.at_least("smoothing", smoothing, 0, "taps")
 

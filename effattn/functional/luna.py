@@ -147,9 +147,7 @@ def luna_attention(
       ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     given = feature_attention.check(query, key, value, **options)
-    if activation != SOFTMAX and activation not in ACTIVATIONS:
-        known = ", ".join((SOFTMAX, *ACTIVATIONS))
-        raise ValueError(f"activation must be one of {known}, got {activation!r}")
+    checks.one_of("activation", activation, (SOFTMAX, *ACTIVATIONS))
     pack_query = feature_attention.check_projection("pack_query", pack_query, given.key)
     of_pack = given.key if pack_key is None else pack_key
     of_pack = checks.shaped("pack_key", of_pack, given.key.shape)

@@ -123,9 +123,10 @@ def trapezoidal_scan(
       key: B, `(*B, T, K, F)`, N a multiple of K. There are K / R states, and query head n reads
         state n // (N R // K).
       value: x, `(*B, T, K, P)`.
-      step_size: dt, `(*B, T, K / R)`, positive.
+      step_size: dt, `(*B, T, K / R)`, 0 or more, checked if concrete.
       log_decay: dt A, `(*B, T, K / R)`, 0 or less, checked if concrete.
-      trapezoid: l, `(*B, T, K / R)`, in [0, 1]: the share of the present token.
+      trapezoid: l, `(*B, T, K / R)`, in [0, 1], checked if concrete: the share of the
+        present token.
       angle: `(*B, T, K / R, M)`, in radians, dt times the imaginary part of the rate; features 2 m
         and 2 m + 1 are a pair. M is at most F / 2, and features from 2 M on are not rotated.
       rank: R, heads of query, key and value that share a state; a divisor of K.
@@ -149,7 +150,9 @@ def trapezoidal_scan(
     shape = [*shape, heads // rank]
     log_decay = recurrence.check_log_decay(log_decay, tuple(shape))
     step_size = checks.shaped("step_size", step_size, tuple(shape))
+    checks.between("step_size", step_size, 0)
     trapezoid = checks.shaped("trapezoid", trapezoid, tuple(shape))
+    checks.between("trapezoid", trapezoid, 0, 1)
     pairs = angle.shape[-1] if angle.ndim else 0
     angle = checks.shaped("angle", angle, (*shape, pairs))
     if 2 * pairs > size:

@@ -84,7 +84,7 @@ def mesa_attention(
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, T, K, Hv)`.
-      beta: `(*B, T, K)`, weight of each token, 0 or more.
+      beta: `(*B, T, K)`, weight of each token, 0 or more, checked if concrete.
       log_decay: `(*B, T, K)`, 0 or less, checked if concrete.
       regulariser: `(K, H)`, above 0, checked if concrete.
       num_steps: conjugate-gradient steps.
@@ -95,13 +95,14 @@ def mesa_attention(
       promoted dtype of query, key and value, at least float32.
 
     Raises:
-      ValueError: a log decay above 0, a regulariser that is not above 0; and the errors of
-        `effattn.options`.
+      ValueError: a weight below 0, a log decay above 0, a regulariser that is not above 0; and the
+        errors of `effattn.options`.
     """
     given = recurrence.check(query, key, value, **options)
     num_steps = checks.at_least("num_steps", num_steps, 1, "steps")
     *batch, _, heads, size = given.key.shape
     beta = checks.shaped("beta", beta, given.key.shape[:-1])
+    checks.between("beta", beta, 0)
     log_decay = recurrence.check_log_decay(log_decay, given.key.shape[:-1])
     regulariser = _check_regulariser(regulariser, (heads, size))
     shape = (*batch, heads, size)

@@ -164,6 +164,9 @@ def native_sparse_attention(
                      and the one before it, and those with the largest scores
         window       the last w tokens
 
+    The paper gives each branch its own keys and values; here, all branches read the same `key` and
+    `value`.
+
     The score of a block adds the weights of the compressed branch, over all query heads that share
     the key head and over the strides of the block; a compressed block counts once for each of its
     strides in the block. All these heads select alike. Equal scores go to the earlier block. The

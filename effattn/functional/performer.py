@@ -188,8 +188,7 @@ def performer_attention(
       ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     given = feature_attention.check(query, key, value, **options)
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    checks.one_of("kernel", kernel, KERNELS)
     if kernel == "softmax":
         checks.known_length("performer_attention", query, key)
     projection = feature_attention.check_projection("projection", projection, key)

@@ -49,7 +49,8 @@ def rg_lru(
 
     Args:
       x: `(B, T, D)`.
-      recurrence_gate: r, `(B, T, D)`, in [0, 1], of the dtype of x; 0 keeps the state.
+      recurrence_gate: r, `(B, T, D)`, in [0, 1], checked if concrete, of the dtype of x; 0 keeps
+        the state.
       input_gate: i, `(B, T, D)`, of the dtype of x.
       log_decay: log a, `(D,)`, 0 or less, checked if concrete.
       **options: lengths, packing and state: see `effattn.options.TokenMixing`.
@@ -59,11 +60,12 @@ def rg_lru(
       least float32.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, a log decay above 0, or a state together with
-        `segment_ids`.
+      ValueError: shapes or dtypes that do not fit, a gate outside of [0, 1], a log decay above 0,
+        or a state together with `segment_ids`.
     """
     given = {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate}
     x, recurrence_gate, input_gate, valid, starts = token_mixing.check("rg_lru", given, **options)
+    checks.between("recurrence_gate", recurrence_gate, 0, 1)
     batch, _, features = x.shape
     dtype, wide = x.dtype, dtypes.wide(x.dtype)
     log_decay = recurrence.check_log_decay(log_decay, (features,)).astype(wide)

@@ -89,7 +89,7 @@ def selective_attention(
     given = attention.check(name, query, key, value, is_causal=True, **options)
     checks.self_attention(name, query, key)
     checks.known_length(name, query)
-    shape = (*query.shape[:-2], 1, max(jnp.shape(selection_query)[-1:] or (1,)))
+    shape = (*query.shape[:-2], 1, max((1, *jnp.shape(selection_query)[-1:])))
     selection_query = checks.shaped("selection_query", selection_query, shape)
     selection_key = checks.shaped("selection_key", selection_key, shape)
     if key_tile is not None:

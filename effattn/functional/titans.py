@@ -83,7 +83,7 @@ def titans_memory(
         stays below 2 (1 - momentum).
       value: `(*B, T, K, Hv)`.
       learning_rate: `(*B, T, K)`, learning rate of each token.
-      momentum: `(*B, T, K)`, from 0 to 1.
+      momentum: `(*B, T, K)`, from 0 to 1, checked if concrete.
       log_decay: `(*B, T, K)`, 0 or less, checked if concrete.
       mini_batch_size: tokens in a mini-batch; it changes the result.
       **options: padding, packing, state and precision: see `effattn.options`.
@@ -93,7 +93,8 @@ def titans_memory(
       promoted dtype of query, key and value, at least float32.
 
     Raises:
-      ValueError: a log decay above 0; and the errors of `effattn.options`.
+      ValueError: a momentum outside of [0, 1], a log decay above 0; and the errors of
+        `effattn.options`.
     """
     given = recurrence.check(query, key, value, **options)
     checks.known_length("titans_memory", given.query)
@@ -102,6 +103,7 @@ def titans_memory(
     of_tokens, of_heads = given.key.shape[:-1], (*batch, heads)
     learning_rate = checks.shaped("learning_rate", learning_rate, of_tokens)
     momentum = checks.shaped("momentum", momentum, of_tokens)
+    checks.between("momentum", momentum, 0, 1)
     log_decay = recurrence.check_log_decay(log_decay, of_tokens)
     shape = (*of_heads, size, given.value.shape[-1])
     shapes = shape, shape, shape, of_heads

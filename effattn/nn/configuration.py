@@ -192,19 +192,15 @@ class TransformerConfig:
         checks.dtype("param_dtype", self.param_dtype)
 
     def _check_choices(self) -> None:
-        choices: dict[str, Iterable[str | None]] = {
-            "positions": (None, *_POSITIONS),
+        choices: dict[str, Iterable[str]] = {
+            "positions": _POSITIONS,
             "feed_forward": (*FEED_FORWARDS, *CHANNEL_MIXINGS),
             "norm": NORMS,
         }
-        if isinstance(self.positions, RotaryEmbedding):
+        if self.positions is None or isinstance(self.positions, RotaryEmbedding):
             del choices["positions"]
         for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(filter(None, known))}, got "
-                    f"{getattr(self, name)!r}"
-                )
+            checks.one_of(name, getattr(self, name), known)
         if self.positions == "learned" and self.max_length is None:
             raise ValueError(
                 "positions='learned' needs max_length, the number of positions, got None"

@@ -7,12 +7,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from effattn.arrays import checks
 from effattn.decode.state import new_lengths
 from effattn.nn.build import Mechanism, mechanism, named
 from effattn.nn.hybrid import HybridState
+from effattn.nn.inducing_points import InducedSelfAttention
+from effattn.nn.latent import LatentAttention
 from effattn.nn.layers import Layers
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.options import Projected
+
+# Mixers whose projection of values reads other vectors than the tokens x.
+_VALUES_OF_OTHERS = InducedSelfAttention, LatentAttention
 
 
 class ConvolutionAttention(CausalMixer):
@@ -40,7 +46,7 @@ class ConvolutionAttention(CausalMixer):
         and options; see `effattn.nn.build`.
       width: W, width of the convolution, in tokens.
       combination: "halves" or "sum". A sum needs a mechanism whose mixer has a projection of
-        values, `value`, such as those of query, key and value.
+        values of the tokens, `value`, such as those of query, key and value.
       max_length: maximum number of tokens per row, for mechanisms with parameters per position.
       **options: those of `effattn.nn.options.Projected`, and options of the attention mixer, such
         as `rotary` and `num_kv_heads`.
@@ -63,6 +69,8 @@ class ConvolutionAttention(CausalMixer):
         super().__init__(in_features, **options)
         if combination not in ("halves", "sum"):
             raise ValueError(f"combination must be 'halves' or 'sum', got {combination!r}")
+        if max_length is not None:
+            checks.at_least("max_length", max_length, 1, "tokens, or None")
         self.combination = combination
         if self._halves and in_features % 2:
             raise ValueError(f"in_features must be even, for two equal parts, got {in_features}")
@@ -90,9 +98,10 @@ class ConvolutionAttention(CausalMixer):
 
     def _features_of_values(self, name: str) -> int:
         value = getattr(self.attention, "value", None)
-        if not isinstance(value, nnx.LinearGeneral):
+        of_others = isinstance(self.attention, _VALUES_OF_OTHERS)
+        if of_others or not isinstance(value, nnx.LinearGeneral):
             raise ValueError(
-                "combination='sum' needs an attention mixer that projects values to heads, got "
+                "combination='sum' needs an attention mixer that projects tokens to values, got "
                 f"attention={name!r}, whose {type(self.attention).__name__} does not; give "
                 "another mechanism, such as 'softmax', or combination='halves'"
             )

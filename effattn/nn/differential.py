@@ -10,6 +10,7 @@ from effattn.arrays import checks, dtypes
 from effattn.nn.attention import refuse
 from effattn.nn.layers import Layers
 from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.rotary import check_rotary
 from effattn.nn.self_attention import SelfAttention
 
 
@@ -49,9 +50,10 @@ class DifferentialSelfAttention(SelfAttention):
                 f"{'' if self.rotary is None else ' of an even size for rotary'}, got "
                 f"{self.head_dim}; give another head_dim or num_heads"
             )
+        half = self.head_dim // 2
+        check_rotary(self.rotary, **{"head_dim / 2": half})
         self.lambda_init = lambda_init
         make, init = Layers(**options), nnx.initializers.normal(0.1)
-        half = self.head_dim // 2
         self.lambda_q1, self.lambda_k1 = make.drawn(init, half), make.drawn(init, half)
         self.lambda_q2, self.lambda_k2 = make.drawn(init, half), make.drawn(init, half)
         self.norm = make.rms_norm(self.value_dim)

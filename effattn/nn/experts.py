@@ -20,7 +20,7 @@ from effattn.nn.layers import Layers
 from effattn.nn.module import Module
 from effattn.nn.options import Parameters
 from effattn.nn.placement import axes
-from effattn.nn.tokens import tokens_of, zero_padding
+from effattn.nn.tokens import checked_ids, tokens_of, zero_padding
 from effattn.parallel.experts import exchange_tokens
 
 _AXIS = "expert"  # the mesh axis that divides experts among devices
@@ -176,6 +176,8 @@ class MixtureOfExperts(Module):
         x = tokens_of("x", x, self.in_features)
         if lengths is not None:
             lengths = row_lengths(lengths, *x.shape[:2])
+        if segment_ids is not None:
+            segment_ids = checked_ids(segment_ids, *x.shape[:2])
         valid = segments.valid(lengths, segment_ids, x.shape[1])
         places = places_of(x[:, :, None])
 

@@ -14,6 +14,7 @@ from effattn.nn.layers import Layers
 from effattn.nn.module import Module
 from effattn.nn.options import Parameters
 from effattn.nn.placement import axes
+from effattn.nn.tokens import features_of
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": activations.silu,
@@ -24,9 +25,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 def activation_of(name: str) -> Callable[[jax.Array], jax.Array]:
     """Returns the activation function of this name; raises `ValueError` for unknown names."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    return ACTIVATIONS[name]
+    return ACTIVATIONS[checks.one_of("activation", name, ACTIVATIONS)]
 
 
 class FeedForward(Module):
@@ -58,7 +57,7 @@ class FeedForward(Module):
         out_kernel_init: Callable[..., Any] = initializers.kernel_init,
         **options: Unpack[Parameters],
     ):
-        checks.at_least("in_features", in_features, 1, "features")
+        self.in_features = checks.at_least("in_features", in_features, 1, "features")
         checks.at_least("hidden_features", hidden_features, 1, "features")
         self.activation = activation_of(activation)
         make = Layers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, **options)
@@ -71,6 +70,7 @@ class FeedForward(Module):
     @mesh_axes.on_mesh_of_input
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x `(..., D)` to `(..., D)`."""
+        x = features_of("x", x, self.in_features)
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
         return self.down(self.activation(self.gate(x)) * self.up(x))
@@ -114,10 +114,14 @@ class ChunkedFeedForward(Module):
       chunk_size: tokens per chunk. The length need not be a multiple of `chunk_size`.
 
     Raises:
-      ValueError: `chunk_size` below 1.
+      ValueError: `chunk_size` below 1, or a module that is not callable.
     """
 
     def __init__(self, module: Callable[..., jax.Array], *, chunk_size: int):
+        if not callable(module):
+            raise ValueError(
+                f"module must be a token-wise module or function of x (B, T, D), got {module!r}"
+            )
         self.module = module
         self.chunk_size = checks.at_least("chunk_size", chunk_size, 1, "tokens")
 

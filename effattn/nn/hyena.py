@@ -85,8 +85,9 @@ class Hyena(CausalMixer):
         self.order = checks.at_least("order", order, 1, "convolutions")
         self.num_harmonics = checks.at_least("num_harmonics", num_harmonics, 1, "harmonics")
         hidden = checks.at_least("filter_features", filter_features, 1, "features")
-        self.window_shift = checks.real("window_shift", window_shift, "a number")
-        frequency = checks.real("frequency", frequency, "a number")
+        for name, number in (("window_shift", window_shift), ("frequency", frequency)):
+            checks.finite(name, checks.real(name, number, "a number"))
+        self.window_shift = float(window_shift)
         streams = (order + 1) * in_features
 
         make = Layers(**options)

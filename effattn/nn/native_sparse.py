@@ -23,7 +23,8 @@ class NativeSparseSelfAttention(SelfAttention):
 
     phi compresses the l tokens of a block of one key head to one vector. P, `(l, H)`, is learned
     for the places in the block. There is one phi for keys and one for values, shared by all key
-    heads. g has three gates for each token and head; bg starts at 0.
+    heads. g has three gates for each token and head; bg starts at 0. The paper projects keys and
+    values for each branch; here, all branches read the same k and v.
 
     Args:
       compression_size: l, tokens in a compressed block.

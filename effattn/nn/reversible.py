@@ -14,7 +14,7 @@ from effattn.arrays import checks, dtypes, mesh_axes, segments
 from effattn.arrays.linear_map import with_derivatives
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
-from effattn.nn.tokens import zero_padding
+from effattn.nn.tokens import checked_ids, checked_lengths, zero_padding
 
 # Maps the stream that a part reads to what it adds to the other stream, and to further results.
 Part = Callable[[jax.Array], tuple[jax.Array, Any]]
@@ -44,14 +44,14 @@ class ReversibleStack(Module):
         write Variables. Modules are not copied: a module given twice shares its parameters.
 
     Raises:
-      ValueError: no layers, or a layer that is not a pair.
+      ValueError: no layers, or a layer that is not a pair of callables.
     """
 
     def __init__(self, *layers: Sequence[Any]):
-        if not layers or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in layers):
+        if not layers or not all(_is_pair(layer) for layer in layers):
             raise ValueError(
                 "layers must be one or more pairs (F, G) of modules, got "
-                f"{[type(layer).__name__ for layer in layers]}"
+                f"{[_types(layer) for layer in layers]}"
             )
         self.first = nnx.List([first for first, _ in layers])
         self.second = nnx.List([second for _, second in layers])
@@ -80,7 +80,8 @@ class ReversibleStack(Module):
           `(y1, y2)`, `(B, T, D)` in the dtypes of `x1` and `x2`.
 
         Raises:
-          ValueError: streams of unequal shapes, or an argument that no module of the stack takes.
+          ValueError: streams of unequal shapes, lengths or segment ids of other shapes, or an
+            argument that no module of the stack takes.
         """
         x1 = checks.as_array("x1", x1)
         x2 = x1 if x2 is None else checks.as_array("x2", x2)
@@ -89,15 +90,21 @@ class ReversibleStack(Module):
                 f"x1 and x2 must have one shape (batch, length, features), got {x1.shape} and "
                 f"{x2.shape}"
             )
-        given = {"lengths": lengths, "segment_ids": segment_ids, "rngs": dropout_key(rngs)}
-        given = {name: checks.as_array(name, x) for name, x in given.items() if x is not None}
+        batch, time, _ = x1.shape
+        given: dict[str, Any] = {}
+        if lengths is not None:
+            given["lengths"] = checked_lengths(lengths, batch)
+        if segment_ids is not None:
+            given["segment_ids"] = checked_ids(segment_ids, batch, time)
+        if rngs is not None:
+            given["rngs"] = dropout_key(rngs)
         modules = [m for pair in zip(self.first, self.second, strict=True) for m in pair]
         for name in given.keys() - {"rngs"}:
             if not any(_takes(module, name) for module in modules):
                 raise ValueError(
                     f"{name} was given, but no module of the stack takes it; leave {name} out"
                 )
-        valid = segments.valid(given.get("lengths"), given.get("segment_ids"), x1.shape[1])
+        valid = segments.valid(given.get("lengths"), given.get("segment_ids"), time)
         x1, x2 = (zero_padding(x, valid) for x in (x1, x2))
 
         def part_of(place, module):
@@ -110,6 +117,16 @@ class ReversibleStack(Module):
         parts = [part_of(place, module) for place, module in enumerate(modules)]
         (y1, y2), _ = run(parts, x1, x2)
         return y1.astype(x1.dtype), y2.astype(x2.dtype)
+
+
+def _is_pair(layer: Any) -> bool:
+    return isinstance(layer, Sequence) and len(layer) == 2 and all(map(callable, layer))
+
+
+def _types(layer: Any) -> Any:
+    """Names of the types of a layer's members, for an error message."""
+    is_pair = isinstance(layer, tuple | list)
+    return [type(each).__name__ for each in layer] if is_pair else type(layer).__name__
 
 
 def _takes(module: Any, name: str) -> bool:

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
-from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import new_lengths
 from effattn.functional.rwkv7 import rwkv7_attention
 from effattn.nn import initializers

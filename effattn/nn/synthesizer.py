@@ -78,9 +78,7 @@ class Synthesizer(CachedMixer):
         trained: bool = True,
         **options: Unpack[Projected],
     ):
-        if kind not in _KINDS:
-            raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
-        self._mechanism = _KINDS[kind]
+        self._mechanism = _KINDS[checks.one_of("kind", kind, _KINDS)]
         super().__init__(in_features, **options)
         if hidden_features is not None and kind in ("factorized", "random"):
             raise ValueError(f"kind={kind!r} takes no hidden_features, got {hidden_features}")

@@ -12,10 +12,20 @@ from effattn.nn.binding import Binding
 
 
 def tokens_of(name: str, x: Any, features: int) -> jax.Array:
-    """Returns x as an array; raises `ValueError` unless its shape is (batch, length, features)."""
+    """Returns x as an array; raises `ValueError` unless it is real, (batch, length, features)."""
     x = checks.as_array(name, x)
     if x.ndim != 3 or x.shape[-1] != features:
         raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
+    return features_of(name, x, features)
+
+
+def features_of(name: str, x: Any, features: int) -> jax.Array:
+    """Returns x as an array; raises `ValueError` unless it is real, of shape (..., features)."""
+    x = checks.as_array(name, x)
+    if x.shape[-1:] != (features,):
+        raise ValueError(f"{name} must have shape (..., {features}), got {x.shape}")
+    if not jnp.isrealobj(x):
+        raise ValueError(f"{name} must be real, got dtype {x.dtype}; pass its parts as features")
     return x
 
 
@@ -65,16 +75,28 @@ def padding_of(
     keywords: dict[str, Any] = {}
     if lengths is not None:
         binding.require("lengths", f"{prefix}lengths")
-        checks.not_negative(f"{prefix}lengths", lengths)
-        lengths = checks.as_array(f"{prefix}lengths", lengths)
-        _check_integers(f"{prefix}lengths", lengths, (batch,))
+        lengths = checked_lengths(lengths, batch, prefix)
         keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
     if segment_ids is not None:
         binding.require("segments", f"{prefix}segment_ids")
-        segment_ids = checks.as_array(f"{prefix}segment_ids", segment_ids)
-        _check_integers(f"{prefix}segment_ids", segment_ids, (batch, time))
+        segment_ids = checked_ids(segment_ids, batch, time, prefix)
         keywords["segment_ids"] = segment_ids
     return keywords, valid(lengths, segment_ids, time)
+
+
+def checked_lengths(lengths: Any, batch: int, prefix: str = "") -> jax.Array:
+    """Returns lengths as an array; raises `ValueError` unless they are integers (batch,)."""
+    checks.not_negative(f"{prefix}lengths", lengths)
+    lengths = checks.as_array(f"{prefix}lengths", lengths)
+    _check_integers(f"{prefix}lengths", lengths, (batch,))
+    return lengths
+
+
+def checked_ids(segment_ids: Any, batch: int, time: int, prefix: str = "") -> jax.Array:
+    """Returns segment ids as an array; raises `ValueError` unless they are (batch, time)."""
+    segment_ids = checks.as_array(f"{prefix}segment_ids", segment_ids)
+    _check_integers(f"{prefix}segment_ids", segment_ids, (batch, time))
+    return segment_ids
 
 
 def last_tokens(read: jax.Array, number: int, lengths: jax.Array | None) -> jax.Array:

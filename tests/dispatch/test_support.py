@@ -112,6 +112,8 @@ def takes_implementation(name):
 @pytest.mark.parametrize("shape", [TABLES, slow(OTHER)], ids=["the table's shape", "another shape"])
 @pytest.mark.parametrize("name", [*ALL, "paged_attention"])
 def test_a_call_is_taken_where_the_table_has_a_row_and_refused_elsewhere(name, shape):
+    if name == "performer":  # the number of its features, and who takes them, follow the head size
+        shape = shape._replace(size=TABLES.size)
     listed = {row.implementation: row.dtypes for row in effattn.support(name)}
     assert takes_implementation(name) == bool(listed)
     if not listed:

@@ -69,6 +69,7 @@ def test_a_loss_and_the_penalty_move_the_spans():
     ("options", "message"),
     [
         ({"span": -SPAN}, "span must be 0 or more, got -40"),
+        ({"span": np.nan * SPAN}, "span must be 0 or more, got nan"),
         ({"span": SPAN[:2]}, r"span must be floating point of shape \(4,\)"),
         ({"max_span": 0}, "max_span must be an int, 1 or more tokens, the own token included"),
         ({"ramp": 0}, "ramp must be a finite number above 0, got 0"),

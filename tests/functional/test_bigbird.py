@@ -187,6 +187,8 @@ def test_a_rule_of_blocks_holds_at_any_length():
     [
         (bigbird_attention, {"is_causal": True}),
         (random_attention, {"is_causal": True}),
+        (bigbird_attention, {"is_causal": False}),
+        (random_attention, {"is_causal": False}),
         (block_sparse_attention, {"block_mask": lambda m, n: m >= n}),
     ],
 )

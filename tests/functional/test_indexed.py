@@ -134,6 +134,7 @@ def test_no_array_has_all_pairs():
         ({"index_key": np.ones((2, 23, 4), np.float32)}, "index_key must be floating point of"),
         ({"index_weights": np.ones((2, 23), np.float32)}, "index_weights must be floating point"),
         ({"index_query": np.ones((2, 23, 3), np.float32)}, "index_query must have shape"),
+        ({"index_query": np.ones((2, 23, 0, 4), np.float32)}, r"index_query must .* \(2, 23, 1, "),
         ({"segment_ids": (np.ones((2, 23), int),) * 2}, "segment_ids must be one array"),
         ({"query": np.ones((2, 5, 4, 8), np.float32)}, "is self-attention"),
     ],

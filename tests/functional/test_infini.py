@@ -101,6 +101,11 @@ def test_the_state_has_a_segment_and_a_memory():
     [
         ({"segment_size": 0}, "segment_size must be an int, 1 or more tokens, got 0"),
         ({"gate": jnp.ones(3)}, r"gate must be floating point of shape \(2,\)"),
+        ({"rotary": 3}, r"rotary must be a function \(x, positions\), got 3"),
+        (
+            {"rotary": lambda x, positions: x[:, :1]},
+            r"rotary\(query\) must be floating .* \(1, 6, 2, 4\), got .* \(1, 1, 2, 4\)",
+        ),
         ({"segment_ids": (np.ones((1, 6), int),) * 2}, "segment_ids must be one array .* a pair"),
     ],
 )

@@ -90,6 +90,7 @@ def test_the_layer_selects_by_its_projections():
     [
         ({3: np.zeros((2, 23, 4, 8))}, {}, r"selection_query must be floating .* \(2, 23, 2, 8\)"),
         ({4: np.zeros((2, 23, 2, 4))}, {}, r"selection_key must be floating .* \(2, 23, 2, 8\)"),
+        ({3: np.zeros((2, 23, 2, 0))}, {}, r"selection_query must be floating .* \(2, 23, 2, 1\)"),
         ({}, {"block_size": 0}, "block_size must be an int, 1 or more tokens in a block, got 0"),
         ({}, {"top_k": 0}, "top_k must be an int, 1 or more blocks, the own block included"),
     ],

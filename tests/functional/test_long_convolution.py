@@ -89,6 +89,10 @@ def test_filters_start_with_the_scales_of_the_paper():
             "threshold must be a number, 0 or more, got -1",
         ),
         (
+            lambda: LongConvolution(3, max_length=9, threshold=np.nan, rngs=nnx.Rngs(0)),
+            "threshold must be a number, 0 or more, got nan",
+        ),
+        (
             lambda: LongConvolution(3, max_length=9, smoothing=0.5, rngs=nnx.Rngs(0)),
             "smoothing must be an int, 0 or more taps, got 0.5",
         ),

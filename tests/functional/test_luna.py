@@ -97,6 +97,7 @@ def test_documents_of_very_different_logits_do_not_underflow():
     ("options", "message"),
     [
         ({"activation": "relu"}, "activation must be one of softmax, elu, softplus, got 'relu'"),
+        ({"activation": ["elu"]}, r"activation must be one of softmax, .*, got \['elu'\]"),
         ({"pack_query": PACK_QUERY[0]}, r"pack_query must be .* \(1, m, 4\), or \(2, m, 4\)"),
         ({"pack_key": KEY[..., :3]}, r"pack_key must .*\(2, 9, 2, 4\)"),
         ({"initial_state": STATE}, "must be the LunaState .* got ndarray for activation='softmax'"),

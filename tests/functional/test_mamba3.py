@@ -192,6 +192,16 @@ def test_groups_of_B_and_C_are_shared_by_their_heads():
             "log_decay must be 0 or less",
         ),
         (
+            lambda: effattn.trapezoidal_scan(C, B, X, **{**NUMBERS, "step_size": -DT}, angle=ANGLE),
+            "step_size must be 0 or more, got -",
+        ),
+        (
+            lambda: effattn.trapezoidal_scan(
+                C, B, X, **{**NUMBERS, "trapezoid": 1 + DT}, angle=ANGLE
+            ),
+            "trapezoid must be between 0 and 1, got 1",
+        ),
+        (
             lambda: effattn.trapezoidal_scan(
                 C, B, X, **NUMBERS, angle=ANGLE, initial_state=np.zeros((2, 2, 4, 3))
             ),

@@ -84,6 +84,7 @@ def test_outputs_states_and_gradients_agree_with_flash_linear_attention():
         ({"regulariser": jnp.zeros((K, H))}, "regulariser must be above 0, .* got 0"),
         ({"regulariser": jnp.ones((N, H))}, r"regulariser must be .* \(2, 4\)"),
         ({"num_steps": 0}, "num_steps must be an int, 1 or more steps"),
+        ({"beta": -jnp.ones((B, T, K))}, "beta must be 0 or more, got -1"),
         ({"log_decay": jnp.ones((B, T, K))}, "log_decay must be 0 or less"),
         ({"initial_state": jnp.zeros((B, K, H, H))}, "must be the MesaState"),
     ],

@@ -171,7 +171,13 @@ def test_operations_at_the_settings_of_the_paper():
         ({"compression_stride": 0}, "compression_stride must be an int, 1 or more tokens, got 0"),
         ({"compress": lambda k, v: (k, v)}, "compress must map keys .* to .*, got"),
         ({"compress": lambda k, v: k}, "compress must return two arrays, for keys and values, got"),
-        ({"compress": 3}, "compress must be a function or None, got 3"),
+        ({"compress": 3}, r"compress must be a function \(keys, values\), got 3"),
+        ({"compress": lambda k: k}, r"compress must be a function \(keys, values\), got one that"),
+        ({"compress": lambda k, v: (None, None)}, "keys of compress must be an array of numbers"),
+        (
+            {"compress": lambda k, v: (k[..., 0, :].astype(int), v[..., 0, :])},
+            "compress must map keys .* to floating point of shape .*, got int32",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -83,6 +83,10 @@ def test_decays_start_as_in_the_paper():
             "recurrence_gate must be float32 of",
         ),
         (
+            lambda: effattn.rg_lru(X, GATES[0] + 2, GATES[1], log_decay=-DECAY),
+            r"recurrence_gate must be between 0 and 1, got 2\.",
+        ),
+        (
             lambda: effattn.rg_lru(X, *GATES, log_decay=-DECAY, initial_state=X),
             r"initial_state must be floating point of shape \(2, 3\), got .* \(2, 70, 3\)",
         ),

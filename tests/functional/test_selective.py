@@ -87,6 +87,10 @@ def test_the_layer_selects_by_its_first_head():
     [
         ({3: np.zeros((2, 11, 2, 8))}, r"selection_query must be floating point of shape \(2, 11,"),
         ({4: np.zeros((2, 11, 1, 4))}, r"selection_key must be floating point of shape .* 1, 8\)"),
+        (
+            {3: np.zeros((2, 11, 1, 0))},
+            r"selection_query must be floating .* 1, 1\), got .* 1, 0\)",
+        ),
         ({0: np.zeros((2, 5, 4, 8))}, "query and key need the same length"),
     ],
 )

@@ -66,6 +66,7 @@ def test_outputs_and_states_agree_with_the_steps_of_the_paper():
     [
         ({"learning_rate": jnp.zeros((B, T, N))}, r"learning_rate must be .* \(2, 11, 2\)"),
         ({"momentum": jnp.zeros((B, T))}, r"momentum must be .* \(2, 11, 2\)"),
+        ({"momentum": jnp.full((B, T, K), 1.5)}, "momentum must be between 0 and 1, got 1.5"),
         ({"log_decay": jnp.ones((B, T, K))}, "log_decay must be 0 or less"),
         ({"mini_batch_size": 0}, "mini_batch_size must be an int, 1 or more tokens"),
         ({"initial_state": jnp.zeros((B, K, H, H))}, "must be the TitansState"),

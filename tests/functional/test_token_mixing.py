@@ -591,6 +591,14 @@ IDS = np.ones((2, 9), int)
             lambda: Hyena(D, max_length=9, frequency="10", rngs=nnx.Rngs(0)),
             "frequency must be a number, got '10'",
         ),
+        (
+            lambda: Hyena(D, max_length=9, frequency=np.nan, rngs=nnx.Rngs(0)),
+            "frequency must be finite, got nan",
+        ),
+        (
+            lambda: Hyena(D, max_length=9, window_shift=np.nan, rngs=nnx.Rngs(0)),
+            "window_shift must be finite, got nan",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(call, message):

@@ -56,6 +56,14 @@ def test_a_masked_model_has_it_by_name():
     ("options", "message"),
     [
         ({"mixer": "mambo"}, "unknown mechanism 'mambo'"),
+        (
+            {"mixer": "mamba", "max_length": -1},
+            "max_length must be an int, 1 or more tokens, or None, got -1",
+        ),
+        (
+            {"mixer": "mamba", "max_length": "a"},
+            "max_length must be an int, 1 or more tokens, or None, got 'a'",
+        ),
         ({"mixer": None}, "mixer must be a registered name"),
         ({"mixer": "fnet"}, "'fnet' .*is_causal=True|lacks .*causal"),
         ({"mixer": "mamba", "is_causal": True}, "as one of its two mixers reads .* from the end"),

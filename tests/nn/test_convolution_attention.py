@@ -56,8 +56,17 @@ def test_a_model_of_sums_decodes_as_it_is_called():
         ({"combination": "both"}, "combination must be 'halves' or 'sum', got 'both'"),
         (
             {"attention": "mamba"},
-            "an attention mixer that projects values to heads, got .*mam",
+            "an attention mixer that projects tokens to values, got .*mam",
         ),
+        (
+            {"attention": {"name": "latent", "kv_rank": D, "rotary_dim": 2}},
+            "projects tokens to values, got attention='latent', whose LatentAttention does",
+        ),
+        (
+            {"attention": "inducing_points", "is_causal": False},
+            "projects tokens to values, got attention='inducing_points', whose InducedSelf",
+        ),
+        ({"max_length": 0}, "max_length must be an int, 1 or more tokens, or None, got 0"),
         ({"attention": "mamba", "is_causal": False}, "'mamba' lacks 'bidirectional'"),
     ],
 )

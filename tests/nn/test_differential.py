@@ -65,6 +65,10 @@ def test_layers_of_a_model_start_with_the_lambdas_of_the_paper():
             {"head_dim": 6, "rotary": RotaryEmbedding()},
             "head_dim must be a multiple of 4 .* of an even size for rotary, got 6",
         ),
+        (
+            {"head_dim": 4, "rotary": RotaryEmbedding(features=4)},
+            "rotary rotates 4 features, but head_dim / 2 is 2",
+        ),
     ],
 )
 def test_wrong_options_of_layers_are_named(options, message):

@@ -400,6 +400,10 @@ def test_wrong_arguments_are_one_sentence():
             build(**{"num_experts": 2, **options})
     with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 8\), got \(3, 8\)"):
         build(2)(np.ones((3, 8), np.float32))
+    with pytest.raises(
+        ValueError, match=r"segment_ids must be integers of shape \(1, 3\), got .* \(2, 3\)"
+    ):
+        build(2)(np.ones((1, 3, 8), np.float32), segment_ids=np.ones((2, 3), int))
     with pytest.raises(ValueError, match="experts must be Experts or None for all layers, or a "):
         dataclasses.replace(CONFIG, experts=4)
     with pytest.raises(ValueError, match="or a sequence of 2, one for each layer, got "):

@@ -98,6 +98,8 @@ def test_chunks_have_a_token():
         ValueError, match=r"x must have shape \(..., length, features\), got \(3,\)"
     ):
         ChunkedFeedForward(lambda x: x, chunk_size=2)(jnp.ones(3))
+    with pytest.raises(ValueError, match="module must be a token-wise module or .*, got 3"):
+        ChunkedFeedForward(3, chunk_size=2)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +139,17 @@ def test_gelu_has_a_gradient_on_several_devices_and_in_float64():
 def test_an_activation_is_one_of_those_known():
     with pytest.raises(ValueError, match="activation must be one of silu, gelu, relu, got 'tanh'"):
         FeedForward(8, 8, activation="tanh", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"activation must be one of .*, got \['silu'\]"):
+        FeedForward(8, 8, activation=["silu"], rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.ones((2, 3, 7)), r"x must have shape \(..., 8\), got \(2, 3, 7\)"),
+        (np.ones((2, 3, 8), np.complex64), "x must be real, got dtype complex64"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_named(x, message):
+    with pytest.raises(ValueError, match=message):
+        FeedForward(8, 8, rngs=nnx.Rngs(0))(x)

@@ -205,6 +205,19 @@ def test_what_it_cannot_take_is_named():
         ValueError, match=r"must have one shape .* got \(2, 11, 8\) and \(2, 3, 8\)"
     ):
         layers(draw(0), draw(0, 3))
-    for wrong in ((), (SwiGLU(8, 8, rngs=rngs),)):
+    with pytest.raises(ValueError, match=r"x must have shape \(..., 8\), got \(2, 11, 7\)"):
+        layers(draw(0)[..., :7])
+    for wrong in ((), (SwiGLU(8, 8, rngs=rngs),), ((SwiGLU(8, 8, rngs=rngs), 3),), ("ab",)):
         with pytest.raises(ValueError, match=r"one or more pairs \(F, G\) of modules"):
             ReversibleStack(*wrong)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padding_of_another_batch_is_refused(rows):
+    layers, x = stack(1), draw(0)
+    with pytest.raises(ValueError, match=r"lengths must be integers of shape \(2,\), got .*"):
+        layers(x, lengths=np.full(rows, 2))
+    with pytest.raises(
+        ValueError, match=r"segment_ids must be integers of shape \(2, 11\), got .*"
+    ):
+        layers(x, segment_ids=np.ones((rows, LENGTH), int))

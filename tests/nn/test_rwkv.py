@@ -107,6 +107,14 @@ def test_later_layers_mix_in_the_values_of_the_first():
         randomised(RWKV7).with_shared(X[None], values)
 
 
+def test_outputs_with_shared_values_are_zero_in_the_padding():
+    mixer, lengths = randomised(RWKV7), np.array([LENGTH - 3])
+    run = jax.jit(lambda m, x, n: (m(x, lengths=n), m.with_shared(x, lengths=n)[0]))
+    plain, shared = run(mixer, X[None], lengths)
+    np.testing.assert_array_equal(shared, plain)
+    assert not np.any(shared[:, LENGTH - 3 :])
+
+
 SIZES = {"vocab_size": 11, "num_layers": 2, "features": 8, "num_heads": 2}
 
 

@@ -541,6 +541,7 @@ def test_bad_inputs_are_named():
             "feed_forward must be one of swiglu, geglu, gelu, relu, rwkv4, rwkv6, rwkv7, got 'glu'",
         ),
         ({"norm": "batch"}, "norm must be one of rms, layer, got 'batch'"),
+        ({"norm": ["rms"]}, r"norm must be one of rms, layer, got \['rms'\]"),
         ({"positions": "learned"}, "positions='learned' needs max_length"),
         ({"mixer": "sofmax"}, "unknown mechanism 'sofmax'"),
         ({"mixer": {"local_window_size": 3}}, 'mixer must be .* as "name" and options, got {'),

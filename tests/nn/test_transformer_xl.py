@@ -128,3 +128,9 @@ def test_layers_of_odd_size_have_one_more_distance_feature():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_tokens_are_real():
+    mixer = nnx.eval_shape(make)
+    with pytest.raises(ValueError, match="x must be real, got dtype complex64"):
+        jax.eval_shape(lambda m: m(floats(1, 5, 8) * np.complex64(1j)), mixer)

@@ -26,7 +26,8 @@ def checked(
         layers["out"] = "output.dense"
     names = [f"{name}.{kind}" for name in layers.values() for kind in ("weight", "bias")]
     read.expect([*names, *further], ignored=_NOT_LOADED)
-    features = read.shape(names[0], 2)[1]
+    weight, bias = names[:2]
+    features = read.sizes({bias: "features", weight: "features features"})["features"]
     check_heads(num_heads, features)
     return layers, features
 

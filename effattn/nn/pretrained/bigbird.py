@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Unpack
 
+from effattn.arrays import checks
 from effattn.nn.options import Dtypes
 from effattn.nn.pretrained.attention import PROJECTIONS, checked, with_layers
 from effattn.nn.pretrained.layer import Layer, loader
 from effattn.nn.self_attention import SelfAttention
+from effattn.patterns.named import bigbird_parts
 
 
 @loader
@@ -72,11 +74,7 @@ def bigbird_from_transformers(
             "seed": seed,
         },
     }
-    if attention_type not in options:
-        raise ValueError(
-            f"attention_type must be one of {', '.join(options)}, got {attention_type!r}"
-        )
-    chosen = options[attention_type]
+    chosen = options[checks.one_of("attention_type", attention_type, options)]
     if random_blocks is not None:
         if attention_type == "original_full":
             raise ValueError(
@@ -86,5 +84,6 @@ def bigbird_from_transformers(
         chosen["random_blocks"] = random_blocks
     read = Layer(parameters, prefix, **dtypes)
     layers, features = checked(read, PROJECTIONS, num_heads)
+    bigbird_parts(block_size, 3, (1, 1), num_random_blocks, seed, False, num_heads)  # checks only
     mixer = read.build(SelfAttention, features, num_heads, is_causal=False, use_bias=True, **chosen)
     return with_layers(read, mixer, layers, features)

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from effattn.arrays import checks
 from effattn.nn.configuration import TransformerConfig
 from effattn.nn.language_model import TransformerLM
-from effattn.nn.pretrained.layer import array_of, differences
+from effattn.nn.pretrained.layer import array_of, check_mapping, differences
 from effattn.nn.rotary import RotaryEmbedding
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -52,7 +54,8 @@ def decoder_from_transformers(
 
     Args:
       parameters: mapping of names to arrays: `model.state_dict()`, or the arrays of
-        `safetensors.numpy.load_file`. Arrays may be from NumPy, JAX or torch.
+        `safetensors.numpy.load_file`. Arrays may be from NumPy, JAX or torch, of floats of
+        16, 32 or 64 bits.
       config: `model.config`, its `to_dict()`, or the mapping in the model's `config.json`.
       dtype: computation dtype; default `param_dtype`.
       param_dtype: dtype of the parameters.
@@ -64,6 +67,7 @@ def decoder_from_transformers(
       ValueError: a model of another type, an option that effattn does not have, or a name that is
         missing, unexpected or has an array of another shape.
     """
+    check_mapping(parameters)
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise ValueError(
             "config must be the configuration of a transformers model, or a mapping such as its "
@@ -77,6 +81,8 @@ def decoder_from_transformers(
     if given["model_type"] == "qwen2":  # no bias after the heads
         names = {path: None if path[-2:] == ("out", "bias") else n for path, n in names.items()}
     _check_names(parameters, {name for name in names.values() if name is not None})
+    if ours.tie_embeddings and "lm_head.weight" in parameters:
+        _check_tied(parameters, (ours.vocab_size, ours.features))
 
     def loaded(path, variable):
         name, shape = names[path], variable.shape
@@ -108,21 +114,22 @@ def _configuration(given: Mapping[str, Any], dtype: Any, param_dtype: Any) -> Tr
         raise ValueError(
             f"config must be that of the whole model, got one without {', '.join(missing)}"
         )
+    for name in _NEEDED:
+        checks.at_least(name, given[name], 1)
     features, heads = given["hidden_size"], given["num_attention_heads"]
-    epsilon = given.get("rms_norm_eps", 1e-6)
+    epsilon = checks.positive("rms_norm_eps", given.get("rms_norm_eps", 1e-6))
     if kind == "qwen3" and epsilon != 1e-6:
         raise ValueError(
             f"norms of queries and keys have the epsilon 1e-6 here, got rms_norm_eps={epsilon}"
         )
-    head_dim = given.get("head_dim") or features // heads
     bias = {"use_bias": kind == "qwen2" or bool(given.get("attention_bias", False))}
     return TransformerConfig(
         vocab_size=given["vocab_size"],
         num_layers=given["num_hidden_layers"],
         features=features,
         num_heads=heads,
-        num_kv_heads=given.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
+        num_kv_heads=_size(given, "num_key_value_heads", heads),
+        head_dim=_size(given, "head_dim", features // heads),
         hidden_features=given["intermediate_size"],
         norm_epsilon=epsilon,
         use_bias=bool(given.get("mlp_bias", False)),
@@ -135,9 +142,15 @@ def _configuration(given: Mapping[str, Any], dtype: Any, param_dtype: Any) -> Tr
     )
 
 
+def _size(given: Mapping[str, Any], name: str, default: int | None = None) -> Any:
+    """An int, 1 or more, or the default for None and for a configuration without this name."""
+    size = given.get(name)
+    return default if size is None else checks.at_least(name, size, 1, "or None")
+
+
 def _mixers(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The mixer of each layer: exact attention, or a window of the last tokens."""
-    layers, window = given["num_hidden_layers"], given.get("sliding_window")
+    layers, window = given["num_hidden_layers"], _size(given, "sliding_window")
     full = _layers_before_windows(given)
     every = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     mixers: dict[str, dict[str, Any]] = {"full_attention": {"name": "softmax"}}
@@ -145,12 +158,12 @@ def _mixers(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         # Their window counts the token itself.
         size = {"local_window_size": (window - 1, 0)}
         mixers["sliding_attention"] = {"name": "sliding_window", **size}
-    kinds = given.get("layer_types") or every
-    unknown = sorted(set(kinds) - mixers.keys())
-    if unknown or len(kinds) != layers:
+    kinds = every if given.get("layer_types") is None else given["layer_types"]
+    is_list = isinstance(kinds, list | tuple) and len(kinds) == layers
+    if not is_list or not all(kind in tuple(mixers) for kind in kinds):
         raise ValueError(
             f"layer_types must name one of {', '.join(mixers)} for each of {layers} layers, got "
-            f"{list(kinds)}"
+            f"{kinds!r}"
         )
     return [mixers[kind] for kind in kinds]
 
@@ -162,22 +175,36 @@ def _layers_before_windows(given: Mapping[str, Any]) -> int:
     is_used = given.get("use_sliding_window", not is_qwen)
     if kind == "llama" or given.get("sliding_window") is None or not is_used:
         return layers
-    return min(given.get("max_window_layers", 28), layers) if is_qwen else 0
+    if not is_qwen:
+        return 0
+    before = given.get("max_window_layers", 28)
+    return min(checks.at_least("max_window_layers", before, 0, "layers"), layers)
 
 
 def _rotary(given: Mapping[str, Any]) -> RotaryEmbedding:
     """The rotary embedding, from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    given_rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    if not isinstance(given_rope, Mapping):
+    both = [given.get(name) for name in ("rope_parameters", "rope_scaling")]
+    for rope in both:
+        if not isinstance(rope, Mapping | None):
+            raise ValueError(
+                "rope_parameters or rope_scaling must be a mapping with rope_type and its numbers, "
+                f"got {rope!r}"
+            )
+    ropes = [rope for rope in both if rope] or [{}]
+    theta = ropes[0].get("rope_theta", given.get("rope_theta", 10000.0))
+    first, *others = (_rotary_of({"rope_theta": theta, **rope}, given) for rope in ropes)
+    if any(other != first for other in others):
         raise ValueError(
-            "rope_parameters or rope_scaling must be a mapping with rope_type and its numbers, got "
-            f"{given_rope!r}"
+            "rope_parameters and rope_scaling must describe the same embedding if both are given, "
+            f"got {both[0]} and {both[1]}; leave one of them out"
         )
-    rope = dict(given_rope)
+    return first
+
+
+def _rotary_of(rope: Mapping[str, Any], given: Mapping[str, Any]) -> RotaryEmbedding:
+    """The rotary embedding of one mapping, which has `rope_theta`."""
     rule = rope.get("rope_type", rope.get("type", "default"))
-    options: dict[str, Any] = {
-        "theta": float(rope.get("rope_theta", given.get("rope_theta", 10000.0)))
-    }
+    options: dict[str, Any] = {"theta": checks.positive("rope_theta", rope["rope_theta"])}
     fraction = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     if fraction not in (None, 1.0):
         raise ValueError(
@@ -190,7 +217,7 @@ def _rotary(given: Mapping[str, Any]) -> RotaryEmbedding:
         raise ValueError(f"the rope_type must be default, linear, yarn or llama3, got {rule!r}")
     if "factor" not in rope:
         raise ValueError(f"the rope_type {rule} needs factor, a number, got {sorted(rope)}")
-    options |= {"rule": rule, "scaling": float(rope["factor"])}
+    options |= {"rule": rule, "scaling": checks.positive("rope factor", rope["factor"])}
     if rule == "linear":
         return RotaryEmbedding(**options)
     trained = rope.get("original_max_position_embeddings", given.get("max_position_embeddings"))
@@ -232,3 +259,14 @@ def _check_names(parameters: Mapping[str, Any], needed: set[str]) -> None:
     wrong = differences(needed, found)
     if wrong:
         raise ValueError(f"parameters must be those of the model of this config; {wrong}")
+
+
+def _check_tied(parameters: Mapping[str, Any], shape: tuple[int, int]) -> None:
+    names = "lm_head.weight", "model.embed_tokens.weight"
+    head, embedding = (array_of(parameters, name, shape) for name in names)
+    if not np.array_equal(head, embedding, equal_nan=True):
+        raise ValueError(
+            f"{names[0]} must equal {names[1]}, because tie_word_embeddings of the config is True, "
+            "got other values; pass a config with tie_word_embeddings=False to load both, or leave "
+            f"out {names[0]}"
+        )

@@ -5,9 +5,10 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from effattn.arrays import checks
 from effattn.nn.gated_delta_net import GatedDeltaNet
 from effattn.nn.options import Dtypes
-from effattn.nn.pretrained.layer import Layer, filled, loader
+from effattn.nn.pretrained.layer import Layer, filled, is_divisor, loader
 
 
 @loader
@@ -43,17 +44,32 @@ def gated_delta_net_from_transformers(
         sizes do not fit `num_key_heads`.
     """
     read = Layer(parameters, prefix, **dtypes)
-    names = "A_log", "dt_bias", "conv1d.weight", "norm.weight"
-    read.expect((*names, "in_proj_qkvz.weight", "in_proj_ba.weight", "out_proj.weight"))
-    (heads,), (value_dim,) = read.shape("A_log", 1), read.shape("norm.weight", 1)
-    features = read.shape("out_proj.weight", 2)[0]
-    convolved, _, width = read.shape("conv1d.weight", 3)
-    of_keys = convolved - heads * value_dim
-    if num_key_heads < 1 or heads % num_key_heads or of_keys % (2 * num_key_heads):
+    checks.positive("norm_epsilon", norm_epsilon)
+    shapes = {
+        "dt_bias": "heads",
+        "A_log": "heads",
+        "in_proj_qkvz.weight": "projected features",
+        "in_proj_ba.weight": "gates features",
+        "conv1d.weight": "convolved each width",
+        "norm.weight": "value_dim",
+        "out_proj.weight": "features inner",
+    }
+    read.expect(shapes)
+    size = read.sizes(shapes)
+    heads, value_dim, features = size["heads"], size["value_dim"], size["features"]
+    convolved, width, inner = size["convolved"], size["width"], size["inner"]
+    if inner != heads * value_dim:
+        needs = f"have size {inner} / {heads}, features of out_proj.weight over heads of A_log"
+        raise read.misshapen("norm.weight", needs)
+    of_keys = convolved - inner
+    if of_keys <= 0 or of_keys % 2:
+        needs = f"have {inner} rows for values, and an even number, 2 or more, for queries and keys"
+        raise read.misshapen("conv1d.weight", needs)
+    if not is_divisor(num_key_heads, heads, of_keys // 2):
         raise ValueError(
             f"num_key_heads must divide the {heads} value heads, and half of the {of_keys} "
-            f"features of queries and keys, got {num_key_heads}; pass linear_num_key_heads of the "
-            "model's config"
+            f"features of queries and keys, got {num_key_heads!r}; pass linear_num_key_heads of "
+            "the model's config"
         )
     shared, head_dim = heads // num_key_heads, of_keys // 2 // num_key_heads
 
@@ -61,7 +77,7 @@ def gated_delta_net_from_transformers(
         """Copies of `(..., key heads, H)` for the value heads that share them."""
         return np.repeat(array, shared, -2)
 
-    both = read.kernel("in_proj_qkvz.weight", features, of_keys + 2 * heads * value_dim)
+    both = read.kernel("in_proj_qkvz.weight", features, of_keys + 2 * inner)
     sizes = np.cumsum([head_dim, head_dim, shared * value_dim])
     query, key, value, gate = np.split(both.reshape(features, num_key_heads, -1), sizes, -1)
     gates = read.kernel("in_proj_ba.weight", features, 2 * heads)
@@ -93,6 +109,6 @@ def gated_delta_net_from_transformers(
             (mixer.log_rate, read("A_log", heads)),
             (mixer.step_bias, read("dt_bias", heads)),
             (mixer.norm.scale, read("norm.weight", value_dim)),
-            (mixer.out.kernel, read.kernel("out_proj.weight", heads * value_dim, features)),
+            (mixer.out.kernel, read.kernel("out_proj.weight", inner, features)),
         ],
     )

@@ -5,9 +5,10 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from effattn.arrays import checks
 from effattn.nn.latent import LatentAttention
 from effattn.nn.options import Dtypes
-from effattn.nn.pretrained.layer import Layer, filled, loader
+from effattn.nn.pretrained.layer import Layer, filled, is_divisor, loader
 from effattn.nn.rotary import RotaryEmbedding
 
 
@@ -53,19 +54,35 @@ def latent_from_transformers(
     """
     read = Layer(parameters, prefix, **dtypes)
     compressed = read.has("q_a_proj.weight")
-    of_query = ("q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight")
-    names = "kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", "kv_b_proj.weight"
-    read.expect((*names, "o_proj.weight", *(of_query if compressed else ("q_proj.weight",))))
-    (rank,) = read.shape("kv_a_layernorm.weight", 1)
-    features, of_heads = read.shape("o_proj.weight", 2)
-    rotary_dim = read.shape("kv_a_proj_with_mqa.weight", 2)[0] - rank
-    if num_heads < 1 or of_heads % num_heads:
+    shapes = {
+        "kv_b_proj.weight": "expanded rank",
+        "kv_a_layernorm.weight": "rank",
+        "o_proj.weight": "features of_heads",
+        "kv_a_proj_with_mqa.weight": "projected features",
+    }
+    if compressed:
+        shapes["q_a_proj.weight"] = "query_rank features"
+        shapes["q_b_proj.weight"] = "queries query_rank"
+        shapes["q_a_layernorm.weight"] = "query_rank"
+    else:
+        shapes["q_proj.weight"] = "queries features"
+    read.expect(shapes)
+    checks.at_least("head_dim", head_dim, 1, "features")
+    checks.positive("norm_epsilon", norm_epsilon)
+    size = read.sizes(shapes)
+    rank, features, of_heads = size["rank"], size["features"], size["of_heads"]
+    rotary_dim = size["projected"] - rank
+    if rotary_dim < 2 or rotary_dim % 2:
+        needs = f"have {rank} rows for the latent, and an even number, 2 or more, for rotary keys"
+        raise read.misshapen("kv_a_proj_with_mqa.weight", needs)
+    if not is_divisor(num_heads, of_heads):
         raise ValueError(
             f"num_heads must divide the {of_heads} features of {prefix}o_proj.weight, got "
-            f"{num_heads}; pass num_attention_heads of the model's config"
+            f"{num_heads!r}; pass num_attention_heads of the model's config"
         )
     value_dim, query_dim = of_heads // num_heads, head_dim + rotary_dim
-    query_rank = read.shape("q_a_layernorm.weight", 1)[0] if compressed else None
+    query_rank = size.get("query_rank")
+    factor = 1.0 if scale is None else checks.scale(scale, query_dim) * query_dim**0.5
     mixer = read.build(
         LatentAttention,
         features,
@@ -85,7 +102,6 @@ def latent_from_transformers(
     name = "q_b_proj.weight" if compressed else "q_proj.weight"
     kernel = read.kernel(name, query_rank or features, num_heads * query_dim)
     plain, turned = np.split(kernel.reshape(-1, num_heads, query_dim), [head_dim], -1)
-    factor = 1.0 if scale is None else scale * query_dim**0.5
     latent = read.kernel("kv_a_proj_with_mqa.weight", features, rank + rotary_dim)
     expand = read.kernel("kv_b_proj.weight", rank, num_heads * (head_dim + value_dim))
     key, value = np.split(expand.reshape(rank, num_heads, head_dim + value_dim), [head_dim], -1)

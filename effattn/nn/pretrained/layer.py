@@ -1,17 +1,20 @@
 """Reader of the arrays of one layer of transformers, shared by all loaders."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from effattn.arrays import checks
 from effattn.nn.options import signature_of
 
 Loader = TypeVar("Loader", bound=Callable[..., Any])
 # Parameters of a module, and the arrays for them.
 Pairs = list[tuple[Any, np.ndarray]]
+_DTYPES = "float16", "bfloat16", "float32", "float64"
 
 
 def loader(function: Loader) -> Loader:
@@ -37,6 +40,11 @@ class Layer:
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
     ):
+        check_mapping(parameters)
+        if not isinstance(prefix, str):
+            raise ValueError(
+                f"prefix must be a str, the start of the names of the arrays, got {prefix!r}"
+            )
         self.parameters, self.prefix = parameters, prefix
         self.dtypes = {"dtype": dtype, "param_dtype": param_dtype}
 
@@ -44,8 +52,9 @@ class Layer:
         """Returns whether the layer has an array of this name."""
         return self.prefix + name in self.parameters
 
-    def expect(self, names: Sequence[str], ignored: Iterable[str] = ()) -> None:
+    def expect(self, names: Iterable[str], ignored: Iterable[str] = ()) -> None:
         """Raises `ValueError` unless the layer has these names, and no others but `ignored`."""
+        names = list(names)
         wrong = differences(names, _under(self.parameters, self.prefix), ignored)
         if not wrong:
             return
@@ -62,11 +71,42 @@ class Layer:
         )
 
     def shape(self, name: str, axes: int) -> tuple[int, ...]:
-        """The shape of an array that must have `axes` axes."""
-        shape = np.shape(self.parameters[self.prefix + name])
+        """The shape of an array that must have `axes` axes, none of them empty."""
+        shape = self._shape(name)
         if len(shape) != axes:
-            raise ValueError(f"{self.prefix}{name} must have {axes} axes, got the shape {shape}")
+            raise self.misshapen(name, f"have {axes} axes")
+        if 0 in shape:
+            raise self.misshapen(name, "not be empty")
         return shape
+
+    def sizes(self, shapes: Mapping[str, str]) -> dict[str, int]:
+        """The sizes of named axes, from arrays and their axes: `{"in_proj.weight": "out in"}`.
+
+        Raises `ValueError` for an array whose size of an axis is not that of most arrays.
+        """
+        found: dict[str, list[tuple[str, int]]] = {}
+        for name, axes in shapes.items():
+            for axis, size in zip(axes.split(), self.shape(name, len(axes.split())), strict=True):
+                found.setdefault(axis, []).append((name, size))
+        usual = {x: Counter(size for _, size in of).most_common(1)[0][0] for x, of in found.items()}
+        for axis, of_arrays in found.items():
+            like = next(name for name, size in of_arrays if size == usual[axis])
+            for name, size in of_arrays:
+                if size != usual[axis]:
+                    as_other = f"as {self.prefix}{like} of shape {self._shape(like)} has"
+                    needs = f"have size {usual[axis]} along its axis {axis!r}, {as_other}"
+                    raise self.misshapen(name, needs)
+        return usual
+
+    def misshapen(self, name: str, needs: str) -> ValueError:
+        """The error for an array of a wrong shape."""
+        return ValueError(
+            f"{self.prefix}{name} must {needs}, got the shape {self._shape(name)}; take the whole "
+            "array from the model of the other arrays"
+        )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(_weights(self.parameters, self.prefix + name).shape)
 
     def __call__(self, name: str, *shape: int) -> np.ndarray:
         """The array of a name, of this shape."""
@@ -101,23 +141,53 @@ def filled(mixer: Any, arrays: Iterable[tuple[Any, np.ndarray]]) -> Any:
 
 
 def array_of(parameters: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The array of a name, in at least float32; `ValueError` if its shape is another one."""
-    array = parameters[name]
+    """The array of a name, in at least float32; `ValueError` for another shape or no floats."""
+    array = _weights(parameters, name)
     if hasattr(array, "detach"):
         array = array.detach().cpu()
         # NumPy has no bfloat16; float32 represents every number of 16 bits exactly.
         array = (array.float() if array.element_size() < 4 else array).numpy()
-    array = np.asarray(array)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
     return array.astype(np.float32) if array.dtype.itemsize < 4 else array
 
 
+def _weights(parameters: Mapping[str, Any], name: str) -> Any:
+    """The tensor of torch of a name, or its NumPy array; `ValueError` unless it has real floats."""
+    given = parameters[name]
+    array = given if hasattr(given, "detach") else checks.known(given)
+    dtype = getattr(given if array is None else array, "dtype", type(given).__name__)
+    dtype = getattr(dtype, "name", str(dtype)).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} must be an array of {', '.join(_DTYPES)}, got {dtype}; convert the array, or "
+            "take the model's weights before quantisation"
+        )
+    return array
+
+
+def check_mapping(parameters: Any) -> None:
+    """Raises `ValueError` unless the arrays have names."""
+    wrong = type(parameters).__name__
+    if isinstance(parameters, Mapping):
+        wrong = next((f"the name {n!r}" for n in parameters if not isinstance(n, str)), "")
+    if wrong:
+        raise ValueError(
+            "parameters must be a mapping of names to arrays, such as model.state_dict(), got "
+            f"{wrong}"
+        )
+
+
+def is_divisor(value: Any, *numbers: int) -> bool:
+    """Returns whether a value is an int, 1 or more, that divides the numbers."""
+    return checks.is_integer(value) and value >= 1 and not any(n % value for n in numbers)
+
+
 def check_heads(num_heads: int, features: int) -> None:
     """Raises `ValueError` unless the heads divide the features."""
-    if num_heads < 1 or features % num_heads:
+    if not is_divisor(num_heads, features):
         raise ValueError(
-            f"num_heads must divide the layer's {features} features, got {num_heads}; pass "
+            f"num_heads must divide the layer's {features} features, got {num_heads!r}; pass "
             "num_attention_heads of the model's config"
         )
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Unpack
 
+from effattn.arrays import checks
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.options import Dtypes
 from effattn.nn.pretrained.attention import PROJECTIONS, checked, with_layers
@@ -36,7 +37,8 @@ def longformer_from_transformers(
 
     Args:
       parameters: mapping of names to arrays: a `state_dict()`, or the result of
-        `safetensors.numpy.load_file`. Arrays may be from NumPy, JAX or torch.
+        `safetensors.numpy.load_file`. Arrays may be from NumPy, JAX or torch, of floats of
+        16, 32 or 64 bits.
       num_heads: `num_attention_heads` of the transformers config.
       attention_window: `attention_window` of this layer in the transformers config; even, half on
         each side.
@@ -52,10 +54,10 @@ def longformer_from_transformers(
     Raises:
       ValueError: a name under the prefix is missing or unexpected, or an array has another shape.
     """
-    if attention_window < 2 or attention_window % 2:
+    if not checks.is_integer(attention_window) or attention_window < 2 or attention_window % 2:
         raise ValueError(
             f"attention_window must be even and at least 2, half for each side, got "
-            f"{attention_window}"
+            f"{attention_window!r}"
         )
     read = Layer(parameters, prefix, **dtypes)
     layers, features = checked(read, {**PROJECTIONS, **_GLOBAL}, num_heads)

@@ -22,7 +22,8 @@ def mamba_from_transformers(
 
     Args:
       parameters: mapping of names to arrays: a `state_dict()`, or the result of
-        `safetensors.numpy.load_file`. Arrays may be from NumPy, JAX or torch.
+        `safetensors.numpy.load_file`. Arrays may be from NumPy, JAX or torch, of floats of
+        16, 32 or 64 bits.
       prefix: the part of the names before `in_proj.weight`.
       **dtypes: see `effattn.nn.options.Dtypes`.
 
@@ -33,11 +34,21 @@ def mamba_from_transformers(
       ValueError: a name under the prefix is missing or unexpected, or an array has another shape.
     """
     read = Layer(parameters, prefix, **dtypes)
-    names = "A_log", "D", "conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias"
-    read.expect((*names, "in_proj.weight", "x_proj.weight", "out_proj.weight"))
-    inner, states = read.shape("A_log", 2)
-    features, width = read.shape("out_proj.weight", 2)[0], read.shape("conv1d.weight", 3)[2]
-    rank = read.shape("dt_proj.weight", 2)[1]
+    shapes = {
+        "A_log": "inner states",
+        "D": "inner",
+        "conv1d.weight": "inner each width",
+        "conv1d.bias": "inner",
+        "dt_proj.weight": "inner rank",
+        "dt_proj.bias": "inner",
+        "in_proj.weight": "projected features",
+        "x_proj.weight": "selected inner",
+        "out_proj.weight": "features inner",
+    }
+    read.expect(shapes)
+    size = read.sizes(shapes)
+    inner, states, rank = size["inner"], size["states"], size["rank"]
+    features, width = size["features"], size["width"]
     mixer = read.build(
         Mamba,
         features,

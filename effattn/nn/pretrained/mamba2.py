@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, Unpack
 
+from effattn.arrays import checks
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.options import Dtypes
-from effattn.nn.pretrained.layer import Layer, filled, loader
+from effattn.nn.pretrained.layer import Layer, filled, is_divisor, loader
 
 
 @loader
@@ -37,16 +38,31 @@ def mamba2_from_transformers(
         sizes do not fit `num_groups`.
     """
     read = Layer(parameters, prefix, **dtypes)
-    names = "A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight"
-    read.expect((*names, "in_proj.weight", "out_proj.weight"))
-    (heads,), (inner,) = read.shape("A_log", 1), read.shape("norm.weight", 1)
-    features = read.shape("out_proj.weight", 2)[0]
-    convolved, _, width = read.shape("conv1d.weight", 3)
+    checks.positive("norm_epsilon", norm_epsilon)
+    shapes = {
+        "A_log": "heads",
+        "D": "heads",
+        "dt_bias": "heads",
+        "in_proj.weight": "projected features",
+        "conv1d.bias": "convolved",
+        "conv1d.weight": "convolved each width",
+        "out_proj.weight": "features inner",
+        "norm.weight": "inner",
+    }
+    read.expect(shapes)
+    size = read.sizes(shapes)
+    heads, inner, features = size["heads"], size["inner"], size["features"]
+    convolved, width = size["convolved"], size["width"]
+    if inner % heads:
+        raise read.misshapen("norm.weight", f"have a size divisible by the {heads} heads")
     shared = convolved - inner
-    if num_groups < 1 or inner % heads or heads % num_groups or shared % (2 * num_groups):
+    if shared <= 0 or shared % 2:
+        needs = f"have {inner} rows for x, and an even number, 2 or more, for B and C"
+        raise read.misshapen("conv1d.weight", needs)
+    if not is_divisor(num_groups, heads, shared // 2):
         raise ValueError(
             f"num_groups must divide the {heads} heads, and half of the {shared} features of B and "
-            f"C, got {num_groups}; pass n_groups of the model's config"
+            f"C, got {num_groups!r}; pass n_groups of the model's config"
         )
     mixer = read.build(
         Mamba2,

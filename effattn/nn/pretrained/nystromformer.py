@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 from flax import nnx
 
+from effattn.arrays import checks
 from effattn.nn.options import Dtypes
 from effattn.nn.pretrained.attention import PROJECTIONS, checked, with_layers
 from effattn.nn.pretrained.layer import Layer, loader
@@ -46,6 +47,7 @@ def nystromformer_from_transformers(
       ValueError: a name under the prefix is missing or unexpected, an array has another shape, or
         heads that do not divide the features.
     """
+    checks.at_least("num_landmarks", num_landmarks, 1)
     read = Layer(parameters, prefix, **dtypes)
     convolution = [name for name in ("self.conv.weight", "conv.weight") if read.has(name)]
     layers, features = checked(read, PROJECTIONS, num_heads, convolution)

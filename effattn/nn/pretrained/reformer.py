@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Unpack
 
+from effattn.arrays import checks
 from effattn.nn.lsh import LSHSelfAttention
 from effattn.nn.options import Dtypes
 from effattn.nn.pretrained.layer import Layer, array_of, check_heads, filled, loader
@@ -64,7 +65,7 @@ def reformer_lsh_from_transformers(
         head_dim=inner // num_heads,
         num_rounds=num_rounds,
         # A single int would be factorised here, and is not in transformers.
-        num_buckets=(num_buckets,) if isinstance(num_buckets, int) else num_buckets,
+        num_buckets=(num_buckets,) if checks.is_integer(num_buckets) else num_buckets,
         chunk_length=chunk_length,
         is_causal=is_causal,
     )
@@ -114,6 +115,9 @@ def reformer_local_from_transformers(
     Raises:
       ValueError: as `reformer_lsh_from_transformers`.
     """
+    checks.at_least("chunk_length", chunk_length, 1, "tokens")
+    for name, chunks in (("chunks_before", chunks_before), ("chunks_after", chunks_after)):
+        checks.at_least(name, chunks, 0, "chunks")
     layers = "query", "key", "value"
     read = Layer(parameters, prefix, **dtypes)
     features, inner = _checked(read, layers, num_heads)
@@ -150,6 +154,7 @@ def _checked(read: Layer, layers: tuple[str, ...], num_heads: int) -> tuple[int,
     names = [f"self_attention.{name}.weight" for name in layers]
     norm = "layer_norm.weight", "layer_norm.bias"
     read.expect([*names, "output.dense.weight"], ignored=norm)
-    inner, features = read.shape(names[0], 2)
-    check_heads(num_heads, inner)
-    return features, inner
+    shapes = dict.fromkeys(names, "inner features")
+    size = read.sizes({**shapes, "output.dense.weight": "features inner"})
+    check_heads(num_heads, size["inner"])
+    return size["features"], size["inner"]

@@ -39,8 +39,18 @@ def rg_lru_from_transformers(
     read = Layer(parameters, prefix, **dtypes)
     read.expect([*names, "rg_lru.recurrent_param"])
     heads, size, _ = read.shape("rg_lru.input_gate_weight", 3)
-    inner, _, width = read.shape("conv_1d.weight", 3)
-    features = read.shape("linear_x.weight", 2)[1]
+    found = read.sizes(
+        {
+            "linear_x.weight": "inner features",
+            "linear_y.weight": "inner features",
+            "conv_1d.weight": "inner each width",
+            "linear_out.weight": "features inner",
+        }
+    )
+    features, inner, width = found["features"], found["inner"], found["width"]
+    if inner != heads * size:
+        needs = f"have shape (N, H, H) with N * H = {inner}, the features of conv_1d.weight"
+        raise read.misshapen("rg_lru.input_gate_weight", needs)
     mixer = read.build(
         RGLRU,
         features,

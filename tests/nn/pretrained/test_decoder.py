@@ -86,6 +86,28 @@ def test_rotary_turns_of_yarn_have_separate_defaults():
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type must be default, .* 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor, a number"),
         ({"rope_parameters": "yarn"}, "rope_parameters or .* must be a mapping .* got 'yarn'"),
+        ({"rope_scaling": "yarn"}, "rope_parameters or .* must be a mapping .* got 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2}},
+            "rope_parameters and rope_scaling must describe the same .*; leave one of them out",
+        ),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a finite .* got 'x'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": None}},
+            "rope factor must be a finite number above 0, got None",
+        ),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be an int, 1 or more, got 2.5"),
+        ({"num_hidden_layers": None}, "num_hidden_layers must be an int, 1 or more, got None"),
+        ({"head_dim": 0}, "head_dim must be an int, 1 or more or None, got 0"),
+        ({"sliding_window": "a"}, "sliding_window must be an int, 1 or more or None, got 'a'"),
+        ({"sliding_window": True}, "sliding_window must be an int, .* got True"),
+        ({"layer_types": 3}, "layer_types must name one of .* 2 layers, got 3"),
+        ({"layer_types": [[], "full_attention"]}, "layer_types must name one of .* got"),
+        (
+            {"model_type": "qwen3", "sliding_window": 5, "use_sliding_window": True}
+            | {"max_window_layers": -1},
+            "max_window_layers must be an int, 0 or more layers, got -1",
+        ),
         ({"layer_types": ["full_attention"]}, "layer_types must name one of .* 2 layers"),
         ({"num_hidden_layers": 3}, r"missing: model.layers.2.input_layernorm.weight, .* more"),
         ({"num_hidden_layers": 1}, r"unexpected: model.layers.1.input_layernorm.weight, "),
@@ -96,6 +118,32 @@ def test_wrong_configurations_and_parameters_are_named(changes, message):
     _, _, parameters = read("llama")
     with pytest.raises(ValueError, match=message):
         nn.decoder_from_transformers(parameters, {**CONFIGURATIONS["llama"], **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda embed: {"lm_head.weight": 7 * embed}, "lm_head.weight must equal .* is True, got"),
+        (lambda embed: {"lm_head.weight": embed[:3]}, r"lm_head.weight must have shape \(19, 24\)"),
+        (lambda embed: {"lm_head.weight": "a"}, "lm_head.weight must be an array of .* got str"),
+        (lambda embed: {"model.norm.weight": np.ones(24, bool)}, "model.norm.weight .* got bool"),
+        (
+            lambda embed: {"model.embed_tokens.weight": embed.astype(np.complex64)},
+            "model.embed_tokens.weight must be .* got complex64; convert",
+        ),
+    ],
+)
+def test_wrong_arrays_of_tied_models_are_named(changes, message):
+    _, _, parameters = read("tied_yarn")
+    changed = {**parameters, **changes(parameters["model.embed_tokens.weight"])}
+    with pytest.raises(ValueError, match=message):
+        nn.decoder_from_transformers(changed, CONFIGURATIONS["tied_yarn"])
+
+
+@pytest.mark.parametrize("parameters", [None, [1], {1: 2}])
+def test_parameters_without_names_are_refused(parameters):
+    with pytest.raises(ValueError, match="parameters must be a mapping of names .* got"):
+        nn.decoder_from_transformers(parameters, CONFIGURATIONS["llama"])
 
 
 def test_the_model_class_loads_it_too():

@@ -176,8 +176,89 @@ def of_layer(name):
             "missing: output.dense.bias",
         ),
         (lambda: nn.fnet_from_transformers({}), "missing: output.LayerNorm.bias"),
+        (lambda: nn.fnet_from_transformers(None), "parameters must be a mapping .* got NoneType"),
+        (lambda: nn.fnet_from_transformers([1]), "parameters must be a mapping .* got list"),
+        (lambda: nn.fnet_from_transformers({}, prefix=None), "prefix must be a str, .* got None"),
+        (lambda: of_layer("mamba")(D=np.zeros(32, complex)), "D must be .* got complex128; conv"),
+        (lambda: of_layer("mamba")(D=np.zeros(32, np.int8)), "D must be .* got int8; convert"),
+        (
+            lambda: of_layer("mamba")(D=np.zeros(31)),
+            r"D must have size 32 .* got the shape \(31,\)",
+        ),
+        (lambda: of_layer("mamba2")(A_log=np.zeros(0)), r"A_log must not be empty, got the shape"),
+        (
+            lambda: of_layer("mamba2")(A_log=np.zeros(5)),
+            r"A_log must have size 4 along its axis 'heads', as D of shape \(4,\) .* \(5,\); take",
+        ),
+        (
+            lambda: of_layer("mamba2")(
+                **{"conv1d.weight": np.zeros((32, 1, 4)), "conv1d.bias": np.zeros(32)}
+            ),
+            r"conv1d.weight must have 32 rows for x, .* got the shape \(32, 1, 4\); take",
+        ),
+        (
+            lambda: of_layer("gated delta")(**{"norm.weight": np.zeros(7)}),
+            r"norm.weight must have size 24 / 4, .* got the shape \(7,\); take",
+        ),
+        (
+            lambda: of_layer("gated delta")(**{"conv1d.weight": np.zeros((24, 1, 3))}),
+            r"conv1d.weight must have 24 rows for values, .* got the shape \(24, 1, 3\); take",
+        ),
+        (
+            lambda: of_layer("rg_lru")(**{"rg_lru.input_gate_weight": np.zeros((2, 4, 4))}),
+            r"input_gate_weight must have shape \(N, H, H\) .* = 12, .* got the shape \(2, 4, 4\)",
+        ),
+        (
+            lambda: of_layer("latent")(**{"kv_a_layernorm.weight": np.zeros(7)}),
+            r"kv_a_layernorm.weight must have size 6 along its axis 'rank', .* shape \(7,\); take",
+        ),
+        (
+            lambda: of_layer("latent")(**{"kv_a_proj_with_mqa.weight": np.zeros((9, 16))}),
+            r"kv_a_proj_with_mqa.weight must have 6 rows for .* got the shape \(9, 16\); take",
+        ),
+        (
+            lambda: of_layer("latent")(**{"o_proj.weight": np.zeros((0, 10))}),
+            r"o_proj.weight must not be empty, got the shape \(0, 10\); take",
+        ),
     ],
 )
 def test_entries_and_sizes_that_do_not_fit_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mamba2", {"num_groups": "a"}, "num_groups must divide .* got 'a'; pass n_groups"),
+        ("mamba2", {"norm_epsilon": -1.0}, "norm_epsilon must be a finite .* got -1.0"),
+        ("gated delta", {"num_key_heads": True}, "num_key_heads must divide .* got True; pass"),
+        ("gated delta", {"norm_epsilon": "x"}, "norm_epsilon must be a finite .* got 'x'"),
+        ("latent", {"num_heads": None}, "num_heads must divide .* got None; pass"),
+        ("latent", {"head_dim": "a"}, "head_dim must be an int, 1 or more features, got 'a'"),
+        ("latent", {"scale": "a"}, "scale must be a number .* got 'a'"),
+        ("latent", {"norm_epsilon": 0}, "norm_epsilon must be a finite .* got 0"),
+        ("reformer local", {"num_heads": "a"}, "num_heads must divide .* got 'a'; pass"),
+        ("reformer local", {"chunk_length": 0}, "chunk_length must be an int, 1 or more .* got 0"),
+        ("reformer local", {"chunks_before": -1}, "chunks_before must be an int, 0 .* got -1"),
+        ("reformer local", {"chunks_after": "a"}, "chunks_after must be an int, 0 .* got 'a'"),
+    ],
+)
+def test_options_of_a_wrong_type_or_range_are_named(name, options, message):
+    load, file, case = DECODING[name]
+    with pytest.raises(ValueError, match=message):
+        load(golden(file, case)[0], **options)
+
+
+@pytest.mark.parametrize("num_landmarks", [0, 2.5, "a"])
+def test_landmarks_are_checked_at_once(num_landmarks):
+    with pytest.raises(ValueError, match="num_landmarks must be an int, 1 or more, got"):
+        nn.nystromformer_from_transformers({}, num_heads=4, num_landmarks=num_landmarks)
+
+
+def test_buckets_of_reformer_may_be_an_int_of_numpy():
+    layer = {n: np.zeros((8, 8)) for n in ("self_attention.query_key", "self_attention.value")}
+    layer["output.dense"] = np.zeros((8, 8))
+    parameters = {f"{name}.weight": array for name, array in layer.items()}
+    load = functools.partial(nn.reformer_lsh_from_transformers, parameters, num_heads=2)
+    assert load(num_buckets=np.int64(8)).factors == load(num_buckets=8).factors

@@ -145,6 +145,11 @@ def test_arrays_of_other_libraries_and_dtypes():
             {"self.value.weight": np.zeros((24, 8))},
             r"self.value.weight must have shape \(24, 24\), got \(24, 8\)",
         ),
+        (
+            {"self.query.weight": np.zeros((24, 25))},
+            r"self.query.weight must have size 24 along .* got the shape \(24, 25\); take",
+        ),
+        ({"self.key.bias": np.zeros(24, object)}, "self.key.bias must be an array .* got object"),
         ({"output.dense.bias": np.zeros(3)}, r"output.dense.bias must have shape \(24,\), got"),
     ],
 )
@@ -159,6 +164,8 @@ def test_entries_that_do_not_fit_are_named(change, message):
     ("options", "message"),
     [
         ({"num_heads": 5}, "num_heads must divide the layer's 24 features, got 5"),
+        ({"num_heads": "a"}, "num_heads must divide the layer's 24 features, got 'a'"),
+        ({"attention_window": None}, "attention_window must be even and .* got None"),
         ({"attention_window": 7}, "attention_window must be even and at least 2.*got 7"),
         ({"prefix": "encoder."}, "missing: output.dense.bias"),
     ],
@@ -171,6 +178,10 @@ def test_options_that_do_not_fit_are_named(options, message):
 def test_bigbird_arguments_and_entries_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="one of original_full, block_sparse, got 'sparse'"):
         load_bigbird(attention_type="sparse")
+    for wrong in ({"block_size": 0}, {"num_random_blocks": "a"}, {"seed": 2.5}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"{name} must be an int"):
+            load_bigbird(attention_type="block_sparse", **wrong)
     with pytest.raises(ValueError, match="random_blocks needs attention_type='block_sparse'"):
         load_bigbird(random_blocks=np.zeros((4, 4, 1), int))
     with pytest.raises(ValueError, match="unexpected: self.key_global.bias"):
