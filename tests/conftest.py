@@ -10,6 +10,7 @@ import itertools
 import os
 import pathlib
 import platform
+import re
 import tempfile
 from importlib import metadata
 
@@ -71,6 +72,13 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # The number of devices must be set before any test, or their collection, asks for a device.
     jax.config.update("jax_num_cpu_devices", config.getoption("--devices"))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files without tests of several devices if only such tests run."""
+    only = re.search(r"(?<!not )\bdevices\b", config.option.markexpr)
+    is_test = collection_path.suffix == ".py"
+    return True if only and is_test and "devices" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -15,6 +15,7 @@ from effattn.interfaces.cell_recurrence import GATES, STATES, Config, Inputs
 from effattn.llvm import runtime
 from effattn.nn import GRU, LSTM, SLSTM
 from effattn.testing.functions import assert_close
+from tests.marks import slow
 
 pytestmark = pytest.mark.skipif(
     runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
@@ -88,7 +89,10 @@ def assert_exact(cell, case, tolerance=1e-5):
     assert_close(with_gradients(cell, case, "llvm", np.float32), expected, tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = "chunks and a part", "marks from the end"
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in CASES])
 @pytest.mark.parametrize("cell", GATES)
 def test_it_agrees_with_float64(cell, name):
     assert_exact(cell, CASES[name])
