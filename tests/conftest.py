@@ -5,6 +5,7 @@ the default there. Tests of sharding are marked `devices` and run in a process o
 `pytest --devices 8 -m devices`.
 """
 
+import functools
 import hashlib
 import itertools
 import os
@@ -78,15 +79,22 @@ def pytest_ignore_collect(collection_path, config):
     """Leaves out files without tests of several devices if only such tests run."""
     only = re.search(r"(?<!not )\bdevices\b", config.option.markexpr)
     is_test = collection_path.suffix == ".py"
-    return True if only and is_test and "devices" not in collection_path.read_text() else None
+    return True if only and is_test and not _names_devices(collection_path) else None
+
+
+@functools.cache
+def _names_devices(path):
+    return "devices" in path.read_text(encoding="utf-8")
 
 
 def pytest_collection_modifyitems(config, items):
     count = config.getoption("--devices")
-    if count < 8:
-        skip = pytest.mark.skip(reason=f"needs 8 devices, not {count}: pytest --devices 8")
-        for item in items:
-            if item.get_closest_marker("devices"):
+    skip = pytest.mark.skip(reason=f"needs 8 devices, not {count}: pytest --devices 8")
+    for item in items:
+        if item.get_closest_marker("devices"):
+            if not _names_devices(item.path):  # then `pytest_ignore_collect` would leave it out
+                raise pytest.UsageError(f"{item.path} has marked tests but no word 'devices'")
+            if count < 8:
                 item.add_marker(skip)
 
 

@@ -112,7 +112,7 @@ CASES = {
 }
 
 
-def interpreter(test):
+def with_devices(test):
     """Marks a test in which warpgroups wait for each other.
 
     Each waiting warpgroup blocks a thread of XLA, which has at least one thread for each device.
@@ -132,7 +132,7 @@ def interpreted(case, dtype=np.float16):
     return found
 
 
-@interpreter
+@with_devices
 @pytest.mark.parametrize("name", slow_but_for(["documents and lengths"], CASES))
 def test_it_agrees_with_float64(name):
     """Checks outputs, log-sum-exps and every gradient."""
@@ -144,7 +144,7 @@ def test_it_agrees_with_float64(name):
 
 
 @pytest.mark.slow
-@interpreter
+@with_devices
 def test_errors_are_at_most_twice_those_of_the_plain_form():
     dtype = jnp.bfloat16
     case = Half(
@@ -167,7 +167,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_form():
         assert rms(a - exact) <= 0.005 * rms(exact)
 
 
-@interpreter
+@with_devices
 def test_large_gradients_do_not_overflow_in_float16():
     """The gradient of the logits is below the largest float16 times the scale."""
     rng = np.random.default_rng(0)
@@ -193,7 +193,7 @@ def test_large_gradients_do_not_overflow_in_float16():
 
 
 @pytest.mark.slow
-@interpreter
+@with_devices
 def test_padding_reaches_nothing():
     """Padding holds NaN."""
     arrays = draw(40, 40, heads=1, key_heads=1, size=16, value_size=16, dtype=np.float16)

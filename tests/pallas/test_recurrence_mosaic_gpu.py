@@ -28,7 +28,7 @@ from tests.pallas.recurrence_cases import (
     recurrence,
     with_gradients,
 )
-from tests.pallas.test_block_mosaic_gpu import interpreter
+from tests.pallas.test_block_mosaic_gpu import with_devices
 from tests.xla.test_linear_recurrence import ALL
 
 
@@ -64,7 +64,7 @@ def assert_near(ours, expected, most=0.006):
         assert error <= most * size
 
 
-@interpreter
+@with_devices
 @pytest.mark.parametrize(
     ("length", "decay", "heads", "sizes", "form"),
     [
@@ -87,7 +87,7 @@ def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, form):
 
 
 @pytest.mark.slow
-@interpreter
+@with_devices
 @pytest.mark.parametrize("decay", ["none", "token"])
 def test_a_long_sequence_of_few_heads_is_walked_in_pieces(decay, monkeypatch):
     monkeypatch.setattr(recurrence_plan, "_SHORTEST_PIECE", 2)
@@ -98,7 +98,7 @@ def test_a_long_sequence_of_few_heads_is_walked_in_pieces(decay, monkeypatch):
 
 
 @pytest.mark.slow
-@interpreter
+@with_devices
 @pytest.mark.parametrize(
     ("decay", "form"),
     [
@@ -116,7 +116,7 @@ def test_documents_and_masks(decay, form):
 
 
 @pytest.mark.slow
-@interpreter
+@with_devices
 @pytest.mark.parametrize("decay", ["token", "feature"])
 def test_decays_that_forget_much_or_all(decay):
     """Gradients do not pass through a decay of zero."""
@@ -141,7 +141,7 @@ def test_sums_of_decays_that_forget_all_keep_their_digits(forgotten):
 
 
 @pytest.mark.slow
-@interpreter
+@with_devices
 def test_errors_of_a_normalised_recurrence_are_at_most_twice_those_of_the_plain_form():
     """The gradient of the queries is a small difference of large sums."""
     args = narrow(*draw(103, "none", (2, 1, 1), (40, 30), normalized=True))
@@ -165,7 +165,7 @@ def test_errors_of_a_normalised_recurrence_are_at_most_twice_those_of_the_plain_
 
 
 @pytest.mark.slow
-@interpreter
+@with_devices
 def test_padding_may_hold_anything_and_queries_have_a_scale():
     """NaN in padding reaches no output and no gradient."""
     rng = np.random.default_rng(2)
