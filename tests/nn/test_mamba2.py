@@ -41,6 +41,6 @@ def test_its_state_is_its_own():
     with pytest.raises(ValueError, match="state must be the RecurrentState"):
         mixer.step(x, x)
     with pytest.raises(
-        ValueError, match=r"state must have length of shape \(2,\), .* got \(3,\); .* batch=2"
+        ValueError, match=r"length of shape \(2,\), .* got int32 of shape \(3,\); .* batch=2"
     ):
         mixer.step(x, mixer.init_state(3, 0))
