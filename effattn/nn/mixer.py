@@ -11,6 +11,7 @@ from flax import nnx
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import within
 from effattn.cores import sequence_parts
+from effattn.decode.hierarchical import HierarchicalState
 from effattn.decode.state import bound_of, check_init, check_state, new_lengths
 from effattn.nn.binding import Binding
 from effattn.nn.module import Module
@@ -153,7 +154,7 @@ class CausalMixer(Mixer):
                 f"state must be one of the mechanism {name!r}, got one of {owner!r}; it is the "
                 "state of another layer"
             )
-        needed, is_of_levels = shapes(like), False
+        needed = shapes(like)
         if got != needed and bound is None:
             # Sizes that differ between capacities `most // 2` and `most` depend on the capacity.
             like, large = empty(most // 2), empty(most)
@@ -164,11 +165,11 @@ class CausalMixer(Mixer):
                     else sizes[1]
                     for sizes in zip(got, shapes(like), shapes(large), strict=True)
                 ]
-            # Hierarchical states of other capacities have other numbers of levels.
-            is_of_levels = len(shapes(empty(1))) != len(shapes(large))
         structures = {jax.tree.structure(x) for x in (state, like)}
         is_another = got != needed or len(structures) > 1
-        if is_another and (len(got) == len(needed) or not is_of_levels):
+        # Hierarchical states of other capacities have other numbers of levels.
+        has_levels = isinstance(state, HierarchicalState)
+        if is_another and (len(got) == len(needed) or not has_levels):
             raise ValueError(
                 f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
                 "it is the state of another layer"
