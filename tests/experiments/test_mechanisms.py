@@ -153,7 +153,7 @@ def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, me
         ("sotfmax", "unknown mechanism 'sotfmax'; causal mechanisms are softmax, "),
         ("softmax/", "unknown mechanism ''"),
         ("bigbird,blocksize=8", "'bigbird' has no option blocksize; its options are block_size, "),
-        ("lstm,hidden=8", "'lstm' has no option hidden; its options are none"),
+        ("lstm,hidden=8", "'lstm' has no option hidden; its options are implementation"),
         ("bigbird,block_size=", "option block_size must be a Python literal, .* got ''"),
         ("bigbird,block_size=eight", "option block_size must be a Python literal, .* got 'eight'"),
         ("softmax/linear/softmax/linear", "names 4 layers, but --layers is 3"),
