@@ -238,12 +238,12 @@ def cases(share: int = 1) -> dict[str, Case]:
 
 @dataclasses.dataclass
 class Row:
-    """A mechanism beside exact attention with the same heads.
+    """A mechanism beside exact attention.
 
     Attributes:
       mechanism: name of the case.
-      sizes: the heads and the options, as text.
-      error: largest difference from XLA in a short sequence, relative to the largest element.
+      sizes: the heads of exact attention and the options, as text.
+      error: what `error_of` returns.
       seconds, exact_seconds: medians of the rounds.
       ratio: exact attention's time over the mechanism's in the same round, the median.
     """
@@ -297,7 +297,7 @@ def measure(name: str, case: Case, length: int, rounds: int, backward: bool) -> 
     """Measures a case and exact attention in turns."""
     error = error_of(case)
     if not error < TOLERANCE:
-        raise ValueError(f"{name} differs from XLA by {error:.1e}")
+        raise ValueError(f"{name} differs from its reference by {error:.1e}")
     programs = []
     for each in (case, Case(_exact, case.heads_drawn())):
         arrays = {key: jnp.asarray(x) for key, x in each.drawn(length).items()}
@@ -325,7 +325,7 @@ def markdown(about: dict[str, Any], length: int, backward: bool, rows: Sequence[
         f"float32: {about['cpu']}, {about['cores']} cores, jax {about['versions']['jax']}, load "
         f"average {about['load_average'][0]} at the start.",
         "",
-        "| mechanism | sizes | ms | exact, ms | times as fast |",
+        "| mechanism | heads of exact attention, options | ms | exact, ms | times as fast |",
         "|---|---|---:|---:|---:|",
         *(
             f"| `{row.mechanism}` | {row.sizes} | {1e3 * row.seconds:,.0f} | "

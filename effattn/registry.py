@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from effattn.arrays import checks
+
 CAPABILITIES: Mapping[str, str] = MappingProxyType(
     {
         "bidirectional": "attends to both sides of a token",
@@ -189,11 +191,17 @@ class Mechanism:
         or the mixer has none, and, of the options that the mixer lacks, those that are None or set
         up parts of other mixers (rotary embedding, normalisation of queries and keys, initialisers
         and dtype of parameters; for a mixer without heads, their number and size).
+
+        Raises:
+          ValueError: `max_length` is neither None nor an int, 1 or more.
         """
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         left_out = {"rotary"} if self.knows_order else set()
-        if "max_length" not in parameters or options.get("max_length") is None:
+        length = options.get("max_length")
+        if length is not None:  # a mixer without it would not notice a wrong one
+            checks.at_least("max_length", length, 1, "tokens, or None")
+        if "max_length" not in parameters or length is None:
             left_out.add("max_length")
         if not open_ended:
             set_up = {name for name, option in options.items() if option is None} | _OF_PARTS

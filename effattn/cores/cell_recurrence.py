@@ -1,14 +1,14 @@
 """The recurrence of a cell, whose gates read the last output: LSTM, GRU and sLSTM.
 
-For one head, with the token's parts u_t `(G, H)` of the arguments of G gates, and matrices R
-`(H, G, H)`:
+For one head, with the token's parts u_t `(G, H)` of the arguments of G gates, matrices R
+`(H, G, H)` and biases b `(G, H)`:
 
-    carry_t, h_t = cell(u_t + h_(t-1) R, carry_(t-1))
+    carry_t, h_t = cell(u_t + h_(t-1) R + b, carry_(t-1))
 
 - "lstm", gates i, f, g, o, carry (c, h): c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g),
   h_t = sigmoid(o) tanh(c_t).
 - "gru", gates r, z, n, carry h: h_t = (1 - sigmoid(z)) n' + sigmoid(z) h_(t-1), where the two parts
-  of n are added as n' = tanh(u_t + sigmoid(r) h_(t-1) R).
+  of n are added as n' = tanh(u_t + sigmoid(r) (h_(t-1) R + b)).
 - "slstm", gates z, i, f, o, carry (c, n, h, m): with log f' = log sigmoid(f), or f in "slstm_exp",
   m_t = max(log f' + m_(t-1), i), c_t = exp(log f' + m_(t-1) - m_t) c_(t-1) + exp(i - m_t) tanh(z),
   n_t = exp(log f' + m_(t-1) - m_t) n_(t-1) + exp(i - m_t), h_t = sigmoid(o) c_t / n_t.
@@ -24,8 +24,6 @@ from typing import Any
 import jax
 
 from effattn import dispatch
-from effattn.arrays import mesh_axes
-from effattn.cores import sequence_parts
 from effattn.interfaces.cell_recurrence import Config, Inputs
 
 _LARGE = 2**18  # numbers in the matrices of a head: 1 MB
@@ -55,11 +53,9 @@ def cell_recurrence(
       h of a token that is not valid is that of the token before.
     """
     *batch, length, gates, heads, size = x.tokens.shape
-    # The kernels know one device's tokens and heads.
-    is_whole = sequence_parts.current() is None and not mesh_axes.explicit(x.tokens)
     # One row with large matrices is no faster: all of R is read for every token.
     is_faster = math.prod(batch) * heads > 1 or gates * size**2 <= _LARGE
-    suited = dispatch.suited(config.dtype, length) if is_whole and is_faster else ()
+    suited = dispatch.suited(config.dtype, length) if is_faster else ()
     call = IMPLEMENTATIONS.call(mechanism, config, x, lengths=(length,), suited=suited)
     chosen = dispatch.choose(implementation, call)
     return _compiled(chosen, config, *x)

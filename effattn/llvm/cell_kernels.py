@@ -1,8 +1,8 @@
 """Kernels of the recurrence of a cell on CPUs, in float32.
 
-For one head, with the gates' parts u_t of a token and the recurrent matrices R,
+For one head, with the gates' parts u_t of a token, the recurrent matrices R and biases b,
 
-    carry_t = cell(u_t + h_(t-1) R, carry_(t-1)),   h_t is part of carry_t
+    carry_t = cell(u_t + h_(t-1) R + b, carry_(t-1)),   h_t is part of carry_t
 
 A task is one head of up to `ROWS` examples. It copies R into panels, which stay in the cache of the
 core, and walks over the tokens.
@@ -399,7 +399,7 @@ class _Walk:
         self._copy(h, self._of_token("out", row, 0, 1))
 
     def join(self, row: Any) -> None:
-        """The arguments of the cell, from the token's parts and the products h R."""
+        """The arguments of the cell, from the token's parts, the products h R and the biases."""
         code, gates = self.code, GATES[self.name]
         products = self._product(row, code.mul(self.width, gates))
         parts, arguments = self.scratch["parts"], self.scratch["arguments"]

@@ -61,7 +61,7 @@ def _backward(static, residuals, cotangents):
 
     def arguments(tokens, recurrent, bias):
         of_state = by_xla.products(h, _alone(recurrent, 4), _alone(bias, 3), jnp.float32)
-        return by_xla.together(static[0], tokens, of_state)
+        return by_xla.join(static[0], tokens, of_state)
 
     found, pull_back = jax.vjp(arguments, tokens, recurrent, bias)
     operands = found, recurrent, carry, marks, *cotangents
@@ -124,7 +124,7 @@ def _gradients_of_example(config, arguments, recurrent, carry, marks, d_out, d_a
         d_after[output] += d_h
         _, of_cell = jax.vjp(functools.partial(by_xla.advance, cell), argument, before)
         d_argument, d_before = of_cell(d_after)
-        of_state = jax.vjp(lambda v: by_xla.together(cell, jnp.zeros_like(v), v), no_product)[1]
+        of_state = jax.vjp(lambda v: by_xla.join(cell, jnp.zeros_like(v), v), no_product)[1]
         d_before[output] += jnp.einsum("gnk,nhgk->nh", *of_state(d_argument), recurrent)
         if is_valid is not None:
             d_argument = jnp.where(is_valid, d_argument, 0)

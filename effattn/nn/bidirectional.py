@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn.arrays import checks
 from effattn.arrays.gathers import permute
 from effattn.arrays.segments import within
 from effattn.cores import sequence_parts
@@ -53,8 +52,6 @@ class Bidirectional(Mixer):
         **options: Annotated[Any, Projected],
     ):
         super().__init__(in_features, is_causal=is_causal, **options)
-        if max_length is not None:
-            checks.at_least("max_length", max_length, 1, "tokens, or None")
         name, own = named("mixer", mixer)
         entry = mechanism(name)
         common = {**options, "is_causal": True, "max_length": max_length}

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn.arrays import checks
 from effattn.decode.state import new_lengths
 from effattn.nn.build import Mechanism, mechanism, named
 from effattn.nn.hybrid import HybridState
@@ -69,8 +68,6 @@ class ConvolutionAttention(CausalMixer):
         super().__init__(in_features, **options)
         if combination not in ("halves", "sum"):
             raise ValueError(f"combination must be 'halves' or 'sum', got {combination!r}")
-        if max_length is not None:
-            checks.at_least("max_length", max_length, 1, "tokens, or None")
         self.combination = combination
         if self._halves and in_features % 2:
             raise ValueError(f"in_features must be even, for two equal parts, got {in_features}")

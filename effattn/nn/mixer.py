@@ -154,6 +154,8 @@ class CausalMixer(Mixer):
                 f"state must be one of the mechanism {name!r}, got one of {owner!r}; it is the "
                 "state of another layer"
             )
+        if owner is None and hasattr(like, "mechanism"):  # a state that no mixer made
+            like = dataclasses.replace(like, mechanism=None)
         needed = shapes(like)
         if got != needed and bound is None:
             # Sizes that differ between capacities `most // 2` and `most` depend on the capacity.

@@ -27,7 +27,7 @@ def cell_recurrence(
         token, start, is_valid = inputs
         before = restarted(before, start)
         of_state = products(before[output], recurrent, bias, config.dtype)
-        arguments = together(config.cell, token.astype(carry.dtype), of_state)
+        arguments = join(config.cell, token.astype(carry.dtype), of_state)
         after = chosen(is_valid, advance(config.cell, arguments, before), before)
         return after, after[output]
 
@@ -71,7 +71,7 @@ def products(h: jax.Array, recurrent: jax.Array, bias: jax.Array, dtype: Any) ->
     return by_gate.astype(h.dtype) + lead(bias.astype(h.dtype), by_gate.ndim)
 
 
-def together(cell: str, of_token: jax.Array, of_state: jax.Array) -> jax.Array:
+def join(cell: str, of_token: jax.Array, of_state: jax.Array) -> jax.Array:
     """The four arguments of a cell, `(..., 4, N, H)`, from the two parts `(..., G, N, H)`.
 
     They are the sums; those of a GRU are r, z and both parts of n.

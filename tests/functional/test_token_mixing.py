@@ -357,16 +357,18 @@ def test_spatial_gating_starts_from_the_token_itself():
 
 
 @pytest.mark.parametrize("layer", [LSTM, GRU])
-def test_baselines_are_those_of_flax(layer):
-    """Outputs and carry agree, by XLA and, for as many tokens as take kernels, by these."""
-    x = jnp.asarray(np.concatenate([X, X, X], 1))
-    mixer = layer(D, rngs=nnx.Rngs(0))
-    for some in (x[:, :9], x):
-        carry, expected = nnx.RNN(mixer.cell, return_carry=True)(some)
-        y, state = mixer.extend(some, mixer.init_state(2, 0))
-        close(y, expected)
-        close(mixer(some), expected)
-        jax.tree.map(close, jax.tree.leaves(state.state), jax.tree.leaves(carry))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-6), (np.float64, 1e-14)])
+def test_baselines_are_those_of_flax(layer, dtype, tolerance):
+    """Outputs and carry agree: in float64 by XLA, in float32 by kernels where there are any."""
+    with jax.enable_x64(dtype == np.float64):
+        x = jnp.asarray(np.concatenate([X, X, X], 1), dtype)
+        mixer = layer(D, param_dtype=dtype, rngs=nnx.Rngs(0))
+        carry, expected = nnx.RNN(mixer.cell, return_carry=True)(x)
+        y, state = mixer.extend(x, mixer.init_state(2, 0))
+        close(y, expected, tolerance)
+        close(mixer(x), expected, tolerance)
+        pairs = jax.tree.leaves(state.state), jax.tree.leaves(carry)
+        jax.tree.map(lambda *pair: close(*pair, tolerance), *pairs)
 
 
 @pytest.mark.parametrize("layer", [LSTM, GRU])
