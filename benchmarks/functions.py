@@ -2,8 +2,8 @@
 
 python -m benchmarks.functions --help
 
-The recurrences have the heads of exact attention; attention to chosen keys has the sizes of its
-papers, and exact attention has the same.
+Recurrences have 4 heads of 64 features, or 256 channels; attention to chosen keys has the sizes of
+its papers. Exact attention has 4 heads of 64 features, or the papers' heads.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Draw(NamedTuple):
     Attributes:
       shape: shape beside the batch and the tokens; of a parameter, the whole shape.
       values: "normal"; "positive", their absolute values; "unit", normal vectors of length 1;
-        "share", uniform in [0, 1); "above one", in [1, 2); "log decay", in (-1/20, 0].
+        "uniform", in [0, 1); "above one", in [1, 2); "log decay", in (-1/20, 0].
       of: "tokens"; "batch", an axis of one row before the tokens; or "parameter".
     """
 
@@ -51,9 +51,9 @@ class Draw(NamedTuple):
         """The array, float32."""
         axes = {"tokens": (length,), "batch": (1, length), "parameter": ()}[self.of]
         shape = (*axes, *self.shape)
-        uniforms = {"share": (1, 0), "above one": (1, 1), "log decay": (-1 / 20, 0)}
-        if self.values in uniforms:
-            factor, least = (np.float32(number) for number in uniforms[self.values])
+        ranges = {"uniform": (1, 0), "above one": (1, 1), "log decay": (-1 / 20, 0)}
+        if self.values in ranges:
+            factor, least = (np.float32(number) for number in ranges[self.values])
             return least + factor * draws.random(shape, np.float32)
         normal = draws.standard_normal(shape, np.float32)
         if self.values == "unit":
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
     Attributes:
       function: the mechanism.
-      arrays: what to draw for each argument.
+      arrays: a `Draw` for each argument.
       options: static options.
       heads, key_heads, size, value_size: heads of exact attention, and features of keys and values.
     """
@@ -80,7 +80,7 @@ class Case(NamedTuple):
     value_size: int = _SIZE
 
     def drawn(self, length: int) -> dict[str, np.ndarray]:
-        """The arrays."""
+        """Draws the arrays."""
         draws = np.random.default_rng(0)
         return {name: draw.array(length, draws) for name, draw in self.arrays.items()}
 
@@ -132,19 +132,19 @@ def recurrences() -> dict[str, Case]:
     of_head, per_feature, per_head = (
         (_HEADS, _SIZE),
         Draw((_HEADS, _SIZE)),
-        Draw((_HEADS,), "share"),
+        Draw((_HEADS,), "uniform"),
     )
     plain = {"query": per_feature, "key": per_feature, "value": per_feature}
     unit = plain | dict.fromkeys(("query", "key"), Draw(of_head, "unit"))
     by_feature, by_head = Draw(of_head, "log decay"), Draw((_HEADS,), "log decay")
-    shares = Draw(of_head, "share")
+    uniform = Draw(of_head, "uniform")
     matrix = Draw((_HEADS, _SIZE, _SIZE), "unit", "parameter")
     of_norm = {
-        name: Draw(of_head, "share", "parameter")
+        name: Draw(of_head, "uniform", "parameter")
         for name in ("initial_bias", "norm_scale", "norm_bias")
     }
     of_channels = Draw((_WIDTH,), of="batch")
-    of_gates = Draw((_WIDTH,), "share", "batch")
+    of_gates = Draw((_WIDTH,), "uniform", "batch")
 
     def case(name, arrays, **further):
         function = effattn.registry.get(name).function
@@ -162,7 +162,7 @@ def recurrences() -> dict[str, Case]:
         "mamba": case(
             "mamba",
             one_head,
-            step_size=Draw((1, _WIDTH), "share"),
+            step_size=Draw((1, _WIDTH), "uniform"),
             rate=Draw((1, _WIDTH, 16), "log decay", "parameter"),
         ),
         "mamba2": case(
@@ -182,7 +182,7 @@ def recurrences() -> dict[str, Case]:
         "rwkv4": case(
             "rwkv4",
             {"key": of_channels, "value": of_channels},
-            decay=Draw((_WIDTH,), "share", "parameter"),
+            decay=Draw((_WIDTH,), "uniform", "parameter"),
             bonus=Draw((_WIDTH,), of="parameter"),
         ),
         "rwkv6": case("rwkv6", plain, log_decay=by_feature, bonus=Draw(of_head, of="parameter")),
@@ -191,7 +191,7 @@ def recurrences() -> dict[str, Case]:
             plain,
             log_decay=by_feature,
             removal_key=Draw(of_head, "unit"),
-            learning_rate=shares,
+            learning_rate=uniform,
         ),
         "rg_lru": case(
             "rg_lru",
@@ -201,19 +201,19 @@ def recurrences() -> dict[str, Case]:
         "delta_net": case("delta_net", unit, beta=per_head),
         "gated_delta_net": case("gated_delta_net", unit, beta=per_head, log_decay=by_head),
         "gated_delta_net_2": case(
-            "gated_delta_net_2", unit, log_decay=by_feature, erase=shares, write=shares
+            "gated_delta_net_2", unit, log_decay=by_feature, erase=uniform, write=uniform
         ),
         "kimi_delta": case("kimi_delta", unit, beta=per_head, log_decay=by_feature),
         "delta_product": case(
             "delta_product",
             unit,
-            beta=Draw((_HEADS, 2), "share"),
+            beta=Draw((_HEADS, 2), "uniform"),
             later_keys=Draw((_HEADS, 1, _SIZE), "unit"),
             later_values=Draw((_HEADS, 1, _SIZE)),
             log_decay=by_head,
         ),
         "log_linear": case(
-            "log_linear", plain, log_decay=by_head, levels=Draw((_HEADS, 15), "share")
+            "log_linear", plain, log_decay=by_head, levels=Draw((_HEADS, 15), "uniform")
         ),
         "mesa": case(
             "mesa",

@@ -199,7 +199,7 @@ class Mechanism:
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         left_out = {"rotary"} if self.knows_order else set()
         length = options.get("max_length")
-        if length is not None:  # a mixer without it would not notice a wrong one
+        if length is not None:  # mixers without it ignore it
             checks.at_least("max_length", length, 1, "tokens, or None")
         if "max_length" not in parameters or length is None:
             left_out.add("max_length")

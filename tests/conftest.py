@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("devices"):
             if not _names_devices(item.path):  # then `pytest_ignore_collect` would leave it out
-                raise pytest.UsageError(f"{item.path} has marked tests but no word 'devices'")
+                raise pytest.UsageError(f"write pytest.mark.devices in {item.path} itself")
             if count < 8:
                 item.add_marker(skip)
 

@@ -1,7 +1,7 @@
 """The recurrence of a cell, whose gates read the last output: LSTM, GRU and sLSTM.
 
-For one head, with the token's parts u_t `(G, H)` of the arguments of G gates, matrices R
-`(H, G, H)` and biases b `(G, H)`:
+For one head, with the token's parts u_t `(G, H)` of the pre-activations of G gates, recurrent
+matrices R `(H, G, H)` and biases b `(G, H)`:
 
     carry_t, h_t = cell(u_t + h_(t-1) R + b, carry_(t-1))
 
@@ -12,6 +12,7 @@ For one head, with the token's parts u_t `(G, H)` of the arguments of G gates, m
 - "slstm", gates z, i, f, o, carry (c, n, h, m): with log f' = log sigmoid(f), or f in "slstm_exp",
   m_t = max(log f' + m_(t-1), i), c_t = exp(log f' + m_(t-1) - m_t) c_(t-1) + exp(i - m_t) tanh(z),
   n_t = exp(log f' + m_(t-1) - m_t) n_(t-1) + exp(i - m_t), h_t = sigmoid(o) c_t / n_t.
+  Where n_(t-1) = 0, m_t = i. No gradient goes through m.
 
 This module chooses the implementation. Each implementation is a module with a differentiable
 function `cell_recurrence`, and with what `effattn.dispatch.Implementations` needs.
@@ -49,11 +50,11 @@ def cell_recurrence(
       implementation: as in `effattn.options`.
 
     Returns:
-      `(h (*B, T, N, H), carry after the token that is read last)`, in the dtype of the carry. The
-      h of a token that is not valid is that of the token before.
+      `(h (*B, T, N, H), carry after the token that is read last)`, in the dtype of the carry. A
+      token that is not valid gets the h of the carry before it.
     """
     *batch, length, gates, heads, size = x.tokens.shape
-    # One row with large matrices is no faster: all of R is read for every token.
+    # For one row of one head with a large R, XLA is as fast: every token reads all of R.
     is_faster = math.prod(batch) * heads > 1 or gates * size**2 <= _LARGE
     suited = dispatch.suited(config.dtype, length) if is_faster else ()
     call = IMPLEMENTATIONS.call(mechanism, config, x, lengths=(length,), suited=suited)

@@ -44,7 +44,7 @@ class Index(NamedTuple):
             raise ValueError(
                 f"index_query must have shape {(*tokens, 'heads', 'features')}, got {query.shape}"
             )
-        heads, size = (max(n, 1) for n in query.shape[-2:])  # none is refused, as a wrong shape
+        heads, size = (max(n, 1) for n in query.shape[-2:])  # 0 is refused below
         return cls(
             checks.shaped("index_query", query, (*tokens, heads, size)),
             checks.shaped("index_key", key, (*tokens, size)),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# The recurrence of each cell has a carry of some arrays; `OUTPUT` is the number of h among them.
+# For each cell: number of gates, number of arrays in the carry, and index of h in the carry.
 GATES = {"lstm": 4, "gru": 3, "slstm": 4, "slstm_exp": 4}
 STATES = {"lstm": 2, "gru": 1, "slstm": 4, "slstm_exp": 4}
 OUTPUT = {"lstm": 1, "gru": 0, "slstm": 2, "slstm_exp": 2}
@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     """Operands, for G gates, N heads of H features, and a carry of S arrays.
 
     Attributes:
-      tokens: `(*B, T, G, N, H)`, the tokens' parts of the gates' arguments.
+      tokens: `(*B, T, G, N, H)`, the tokens' parts of the gates' pre-activations.
       recurrent: `(N, H, G, H)`, the matrices R; the second axis is that of h.
       bias: `(G, N, H)`, added to h R.
       carry: `(*B, S, N, H)`, the carry before the first token that is read.

@@ -7,10 +7,10 @@ For one head, with the gates' parts u_t of a token, the recurrent matrices R and
 A task is one head of up to `ROWS` examples. It copies R into panels, which stay in the cache of the
 core, and walks over the tokens.
 
-Backward, the caller computes the arguments of the cell for all tokens, from the outputs h. A task
+Backward, the caller computes the pre-activations of all tokens, from the outputs h. A task
 computes the carries before every chunk of tokens. From the last chunk to the first, it computes all
 carries of the chunk from the one before it, and then, backward in time, the gradients of the
-arguments, from which R^T gives the gradient of the h before.
+pre-activations, from which R^T gives the gradient of the h before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
 
 ROWS = 8  # most examples of a task
 _VECTORS = 4  # vectors in a row of a panel
-_ARGUMENTS = 4  # arguments of every cell
+_PREACTIVATIONS = 4  # of every cell
 _CHUNK = 32  # tokens in a chunk of the backward pass
 
 _SIZES = "tokens", "heads", "size", "marked", "rows", "is_reversed"
@@ -46,13 +46,13 @@ _FORWARD = runtime.Signature(
 )
 _BACKWARD = runtime.Signature(
     (
-        runtime.Array("arguments", 4),
+        runtime.Array("preactivations", 4),
         _RECURRENT,
         *_CARRY,
         runtime.Array("d_out", 3),
         runtime.Array("d_after", 3),
     ),
-    (runtime.Array("d_arguments", 4), runtime.Array("d_carry", 3)),
+    (runtime.Array("d_preactivations", 4), runtime.Array("d_carry", 3)),
     integers=1,
 )
 
@@ -63,7 +63,7 @@ def write_forward(cell: str, module: ir.Module, name: str, lanes: int) -> None:
     Shapes: parts `(*B, T, G, N, H)`, recurrent `(*B, N, H, G, H)`, bias `(*B, G, N, H)`, carry and
     after `(*B, S, N, H)`, out `(*B, T, N, H)`, and marks `(*B, T, 0 or 2)`: 1 or 0 for whether the
     carry before a token is kept, and for whether the token is valid. The attribute `limits` has 1
-    if tokens are read from the last to the first. A batch axis of length 1 of an argument is
+    if tokens are read from the last to the first. A batch axis of length 1 of an operand is
     broadcast.
     """
     product = _write_product(module, f"{name}_product", lanes)
@@ -91,10 +91,10 @@ def write_forward(cell: str, module: ir.Module, name: str, lanes: int) -> None:
 
 
 def write_backward(cell: str, module: ir.Module, name: str, lanes: int) -> None:
-    """Generates the handler of the gradients of a cell's arguments `(*B, T, 4, N, H)`.
+    """Generates the handler of the gradients of the pre-activations `(*B, T, 4, N, H)`.
 
-    (arguments, recurrent, carry, marks, d_out, d_after) -> (d_arguments, d_carry). The gradients of
-    the arguments of tokens that are not valid are zero.
+    (preactivations, recurrent, carry, marks, d_out, d_after) -> (d_preactivations, d_carry). Tokens
+    that are not valid have gradients of zero.
     """
     product = _write_product(module, f"{name}_product", lanes)
 
@@ -109,7 +109,7 @@ def write_backward(cell: str, module: ir.Module, name: str, lanes: int) -> None:
                 walk.restart(row, before)
                 walk.copy_carry(row, before, after)
                 with code.when(walk.is_valid(row)):
-                    walk.read("arguments", row, _ARGUMENTS)
+                    walk.read("preactivations", row, _PREACTIVATIONS)
                     walk.advance(row, before, after)
 
         walk.pack_transposed()
@@ -159,7 +159,7 @@ def _write(cell, module, name, lanes, signature, task):
         carry = 1 + [array.name for array in signature.arguments].index("carry")
         (marked,) = frame.last_sizes(carry, 1)
         (is_reversed,) = frame.integers(1)
-        # Examples share a task unless they have matrices of their own, or threads would be idle.
+        # Examples share a task, unless each has its own matrices or threads would be idle.
         matrices = code.variable(1)
         with code.loop(0, job["batch_axes"]) as axis:
             length = code.load(frame.sizes("arguments", 1), axis, code.int64)
@@ -188,15 +188,15 @@ def _memory(code: Code, job: Job, cell: str, signature: runtime.Signature) -> di
             "product": code.mul(rows, columns),
             "parts": gates,
             "bias": code.mul(rows, gates),
-            "arguments": code.mul(width, _ARGUMENTS),
+            "preactivations": code.mul(width, _PREACTIVATIONS),
             "state": carry,
         }
     columns = _in_whole_panels(code, width)
     return {
         "matrix": code.mul(columns, gates),
         "product": code.mul(rows, columns),
-        "d_parts": code.mul(rows, gates),
-        **dict.fromkeys(("arguments", "d_arguments"), code.mul(width, _ARGUMENTS)),
+        "d_products": code.mul(rows, gates),
+        **dict.fromkeys(("preactivations", "d_preactivations"), code.mul(width, _PREACTIVATIONS)),
         "d_out": width,
         **dict.fromkeys(("state", "d_state"), carry),
         "history": code.mul(carry, _CHUNK + 1),
@@ -346,7 +346,7 @@ class _Walk:
     def multiply_back(self, d_carry: Any) -> None:
         """Adds the gradients of the products h R, times R^T, to the gradients of h."""
         code, gates = self.code, self.code.mul(self.width, GATES[self.name])
-        self._multiply(self.scratch["d_parts"], gates, gates, self.width)
+        self._multiply(self.scratch["d_products"], gates, gates, self.width)
         with self.rows() as row:
             h = self._of_carry(d_carry, OUTPUT[self.name], row)
             more = self._product(row, self.width)
@@ -399,60 +399,66 @@ class _Walk:
         self._copy(h, self._of_token("out", row, 0, 1))
 
     def join(self, row: Any) -> None:
-        """The arguments of the cell, from the token's parts, the products h R and the biases."""
+        """The pre-activations, from the token's parts, the products h R and the biases."""
         code, gates = self.code, GATES[self.name]
         products = self._product(row, code.mul(self.width, gates))
-        parts, arguments = self.scratch["parts"], self.scratch["arguments"]
+        parts, preactivations = self.scratch["parts"], self.scratch["preactivations"]
         bias = code.address(self.scratch["bias"], code.mul(row, self.width, gates))
         with self._vectors() as j:
-            at = [code.add(code.mul(self.width, number), j) for number in range(_ARGUMENTS)]
+            at = [code.add(code.mul(self.width, number), j) for number in range(_PREACTIVATIONS)]
             of_token, of_state, biases = (
                 [code.load_vector(array, at[gate]) for gate in range(gates)]
                 for array in (parts, products, bias)
             )
             of_state = list(map(code.builder.fadd, of_state, biases))
-            for place, argument in zip(at, self.cell.join(code, of_token, of_state), strict=True):
-                code.store_vector(argument, arguments, place)
+            for place, preactivation in zip(
+                at, self.cell.join(code, of_token, of_state), strict=True
+            ):
+                code.store_vector(preactivation, preactivations, place)
 
     def advance(self, row: Any, before: Any, after: Any) -> None:
-        """The carry after the token, from the arguments and the carry before it."""
+        """The carry after the token, from the pre-activations and the carry before it."""
         code = self.code
         with self._vectors() as j:
-            arguments = self._load_arguments(j)
-            found = self.cell.forward(code, arguments, self._load_carry(before, row, j))
+            preactivations = self._load_preactivations(j)
+            found = self.cell.forward(code, preactivations, self._load_carry(before, row, j))
             self._store_carry(found, after, row, j)
 
     def pull_back(self, row: Any, before: Any, d_carry: Any) -> None:
         """Replaces gradients of the carry after the token by those of the carry before it.
 
-        The part that goes through the products h R is missing: their gradients go to `d_parts`.
+        They lack the path through the products h R, whose gradients go to `d_products`. Writes the
+        gradients of the pre-activations.
         """
         code, gates = self.code, GATES[self.name]
-        d_parts = code.address(self.scratch["d_parts"], code.mul(row, self.width, gates))
-        d_arguments = self.scratch["d_arguments"]
+        d_products = code.address(self.scratch["d_products"], code.mul(row, self.width, gates))
+        d_preactivations = self.scratch["d_preactivations"]
         self.read("d_out", row, 1)
         h = self._of_carry(d_carry, OUTPUT[self.name], row)
         self.ops.copy(Rows(self.scratch["d_out"], 0), Rows(h, 0), 1, self.width, add=True)
-        self.ops.fill(d_parts, code.mul(self.width, gates))
-        self.ops.fill(d_arguments, code.mul(self.width, _ARGUMENTS))
+        self.ops.fill(d_products, code.mul(self.width, gates))
+        self.ops.fill(d_preactivations, code.mul(self.width, _PREACTIVATIONS))
         with code.when(self.is_valid(row)):
-            self.read("arguments", row, _ARGUMENTS)
+            self.read("preactivations", row, _PREACTIVATIONS)
             with self._vectors() as j:
-                arguments = self._load_arguments(j)
+                preactivations = self._load_preactivations(j)
                 carries = (self._load_carry(carry, row, j) for carry in (before, d_carry))
-                of_arguments, of_carry = self.cell.backward(code, arguments, *carries)
+                of_preactivations, of_carry = self.cell.backward(code, preactivations, *carries)
                 self._store_carry(of_carry, d_carry, row, j)
-                of_products = self.cell.of_products(of_arguments)
-                for vectors, array in ((of_arguments, d_arguments), (of_products, d_parts)):
+                of_products = self.cell.of_products(of_preactivations)
+                for vectors, array in (
+                    (of_preactivations, d_preactivations),
+                    (of_products, d_products),
+                ):
                     for number, vector in enumerate(vectors):
                         at = code.add(code.mul(self.width, number), j)
                         code.store_vector(vector, array, at)
-        self._write("d_arguments", row, _ARGUMENTS)
+        self._write("d_preactivations", row, _PREACTIVATIONS)
 
-    def _load_arguments(self, j):
-        code, arguments = self.code, self.scratch["arguments"]
-        places = (code.add(code.mul(self.width, number), j) for number in range(_ARGUMENTS))
-        return [code.load_vector(arguments, place) for place in places]
+    def _load_preactivations(self, j):
+        code, preactivations = self.code, self.scratch["preactivations"]
+        places = (code.add(code.mul(self.width, number), j) for number in range(_PREACTIVATIONS))
+        return [code.load_vector(preactivations, place) for place in places]
 
     def read_bias(self) -> None:
         """Reads the biases of all examples."""

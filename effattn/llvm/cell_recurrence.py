@@ -59,14 +59,14 @@ def _backward(static, residuals, cotangents):
     (tokens, recurrent, bias, carry, marks), out = residuals
     h = _before(static, out, carry, marks)
 
-    def arguments(tokens, recurrent, bias):
-        of_state = by_xla.products(h, _alone(recurrent, 4), _alone(bias, 3), jnp.float32)
+    def preactivations(tokens, recurrent, bias):
+        of_state = by_xla.parts_of_state(h, _alone(recurrent, 4), _alone(bias, 3), jnp.float32)
         return by_xla.join(static[0], tokens, of_state)
 
-    found, pull_back = jax.vjp(arguments, tokens, recurrent, bias)
+    found, pull_back = jax.vjp(preactivations, tokens, recurrent, bias)
     operands = found, recurrent, carry, marks, *cotangents
-    d_arguments, d_carry = _kernel(("backward", *static), *operands)
-    return *pull_back(d_arguments), d_carry, None
+    d_preactivations, d_carry = _kernel(("backward", *static), *operands)
+    return *pull_back(d_preactivations), d_carry, None
 
 
 def _before(static, out, carry, marks):
@@ -107,32 +107,34 @@ def _of_example(config, tokens, recurrent, bias, carry, marks):
     return by_xla.cell_recurrence(config, tokens, recurrent, bias, carry, *_flags(marks))
 
 
-def _gradients_of_example(config, arguments, recurrent, carry, marks, d_out, d_after):
-    """The results of the backward kernel; its arguments do not depend on R here."""
+def _gradients_of_example(config, preactivations, recurrent, carry, marks, d_out, d_after):
+    """The results of the backward kernel; pre-activations and R are independent operands."""
     cell, output = config.cell, OUTPUT[config.cell]
     starts, valid = _flags(marks)
 
     def forward(before, inputs):
-        argument, start, is_valid = inputs
+        preactivation, start, is_valid = inputs
         before = by_xla.restarted(before, start)
-        after = by_xla.chosen(is_valid, by_xla.advance(cell, argument, before), before)
+        after = by_xla.chosen(is_valid, by_xla.advance(cell, preactivation, before), before)
         return after, before
 
     def backward(d_after, inputs):
-        before, argument, start, is_valid, d_h = inputs
+        before, preactivation, start, is_valid, d_h = inputs
         d_after = [*d_after]
         d_after[output] += d_h
-        _, of_cell = jax.vjp(functools.partial(by_xla.advance, cell), argument, before)
-        d_argument, d_before = of_cell(d_after)
+        _, of_cell = jax.vjp(functools.partial(by_xla.advance, cell), preactivation, before)
+        d_preactivation, d_before = of_cell(d_after)
         of_state = jax.vjp(lambda v: by_xla.join(cell, jnp.zeros_like(v), v), no_product)[1]
-        d_before[output] += jnp.einsum("gnk,nhgk->nh", *of_state(d_argument), recurrent)
+        d_before[output] += jnp.einsum("gnk,nhgk->nh", *of_state(d_preactivation), recurrent)
         if is_valid is not None:
-            d_argument = jnp.where(is_valid, d_argument, 0)
+            d_preactivation = jnp.where(is_valid, d_preactivation, 0)
         d_before = by_xla.chosen(is_valid, d_before, d_after)
-        return by_xla.restarted(d_before, start), d_argument
+        return by_xla.restarted(d_before, start), d_preactivation
 
-    no_product = jnp.zeros_like(arguments[0], shape=(recurrent.shape[-2], *arguments.shape[-2:]))
-    first, by_time = by_xla.separate(cell, carry), (arguments, starts, valid)
+    no_product = jnp.zeros_like(
+        preactivations[0], shape=(recurrent.shape[-2], *preactivations.shape[-2:])
+    )
+    first, by_time = by_xla.separate(cell, carry), (preactivations, starts, valid)
     _, carries = lax.scan(forward, first, by_time, reverse=config.is_reversed)
     last, backwards = by_xla.separate(cell, d_after), not config.is_reversed
     d_first, found = lax.scan(backward, last, (carries, *by_time, d_out), reverse=backwards)

@@ -1,6 +1,6 @@
-"""Cells of recurrent networks on vectors: a token, and its gradients.
+"""Code of LSTM, GRU and sLSTM for vectors: one token, forward and backward.
 
-A cell has four arguments, from which `effattn.xla.cell_recurrence` computes the same carry.
+A cell has the four pre-activations of `effattn.xla.cell_recurrence.advance`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Cell(NamedTuple):
     """The code of a cell.
 
     Attributes:
-      forward: `(code, arguments, carry before) -> carry after`.
-      backward: `(code, arguments, carry before, gradients of the carry after) ->` the gradients of
-        the arguments, and those of the carry before that do not go through the arguments.
-      join: `(code, parts of the token, products h R) -> arguments`.
-      of_products: `gradients of the arguments -> gradients of the products h R`.
+      forward: `(code, preactivations, carry before) -> carry after`.
+      backward: `(code, preactivations, carry before, gradients of the carry after) ->` gradients of
+        the pre-activations, and of the carry before without the path through the pre-activations.
+      join: `(code, parts of the token, h R + b) -> preactivations`.
+      of_products: `gradients of the pre-activations -> gradients of h R`.
     """
 
     forward: Callable[[Code, Vectors, Vectors], Vectors]
@@ -49,59 +49,59 @@ def _slope_of_tanh(code, y):
     return code.multiply_add(code.negative(y), y, code.number(1.0))
 
 
-def _lstm(code, arguments, before):
-    i, f, g, o = arguments
+def _lstm(code, preactivations, before):
+    i, f, g, o = preactivations
     i, f, o = map(code.sigmoid, (i, f, o))
     g, (c, _) = code.tanh(g), before
     c = code.multiply_add(f, c, code.builder.fmul(i, g))
     return i, f, g, o, c, code.tanh(c)
 
 
-def _lstm_forward(code, arguments, before):
-    *_, o, c, size = _lstm(code, arguments, before)
-    return c, code.builder.fmul(o, size)
+def _lstm_forward(code, preactivations, before):
+    *_, o, c, tanh_c = _lstm(code, preactivations, before)
+    return c, code.builder.fmul(o, tanh_c)
 
 
-def _lstm_backward(code, arguments, before, d_after):
+def _lstm_backward(code, preactivations, before, d_after):
     times, slope = code.builder.fmul, _slope_of_sigmoid
-    i, f, g, o, _, size = _lstm(code, arguments, before)
+    i, f, g, o, _, tanh_c = _lstm(code, preactivations, before)
     d_c, d_h = d_after
-    d_c = code.multiply_add(times(d_h, o), _slope_of_tanh(code, size), d_c)
-    d_arguments = (
+    d_c = code.multiply_add(times(d_h, o), _slope_of_tanh(code, tanh_c), d_c)
+    d_preactivations = (
         times(times(d_c, g), slope(code, i)),
         times(times(d_c, before[0]), slope(code, f)),
         times(times(d_c, i), _slope_of_tanh(code, g)),
-        times(times(d_h, size), slope(code, o)),
+        times(times(d_h, tanh_c), slope(code, o)),
     )
-    return d_arguments, (times(d_c, f), code.number(0.0))
+    return d_preactivations, (times(d_c, f), code.number(0.0))
 
 
-def _gru(code, arguments):
-    r, z, of_token, of_state = arguments
+def _gru(code, preactivations):
+    r, z, of_token, of_state = preactivations
     r, z = code.sigmoid(r), code.sigmoid(z)
     return r, z, code.tanh(code.multiply_add(r, of_state, of_token))
 
 
-def _gru_forward(code, arguments, before):
-    _, z, n = _gru(code, arguments)
+def _gru_forward(code, preactivations, before):
+    _, z, n = _gru(code, preactivations)
     (h,) = before
     return (code.multiply_add(z, code.builder.fsub(h, n), n),)
 
 
-def _gru_backward(code, arguments, before, d_after):
+def _gru_backward(code, preactivations, before, d_after):
     times, minus, slope = code.builder.fmul, code.builder.fsub, _slope_of_sigmoid
-    r, z, n = _gru(code, arguments)
+    r, z, n = _gru(code, preactivations)
     (h,), (d_h,) = before, d_after
     kept = times(d_h, z)
     d_n = times(minus(d_h, kept), _slope_of_tanh(code, n))
-    d_r = times(times(d_n, arguments[3]), slope(code, r))
+    d_r = times(times(d_n, preactivations[3]), slope(code, r))
     d_z = times(times(d_h, minus(h, n)), slope(code, z))
     return (d_r, d_z, d_n, times(d_n, r)), (kept,)
 
 
-def _slstm(code, arguments, before, is_exp):
+def _slstm(code, preactivations, before, is_exp):
     builder = code.builder
-    z, log_write, forget, o = arguments
+    z, log_write, forget, o = preactivations
     c, n, _, m = before
     log_forget = forget if is_exp else code.log_sigmoid(forget)
     log_kept = builder.fadd(log_forget, m)
@@ -118,17 +118,17 @@ def _slstm(code, arguments, before, is_exp):
 
 
 def _slstm_forward(is_exp):
-    def forward(code, arguments, before):
-        _, o, _, _, c, n, m = _slstm(code, arguments, before, is_exp)
+    def forward(code, preactivations, before):
+        _, o, _, _, c, n, m = _slstm(code, preactivations, before, is_exp)
         return c, n, code.builder.fmul(o, code.builder.fdiv(c, n)), m
 
     return forward
 
 
 def _slstm_backward(is_exp):
-    def backward(code, arguments, before, d_after):
+    def backward(code, preactivations, before, d_after):
         times, slope = code.builder.fmul, _slope_of_sigmoid
-        z, o, written, kept, c, n, _ = _slstm(code, arguments, before, is_exp)
+        z, o, written, kept, c, n, _ = _slstm(code, preactivations, before, is_exp)
         d_c, d_n, d_h, _ = d_after
         mean = code.builder.fdiv(c, n)
         of_mean = code.builder.fdiv(times(d_h, o), n)
@@ -138,15 +138,15 @@ def _slstm_backward(is_exp):
         d_kept = code.multiply_add(d_c, before[0], times(d_n, before[1]))
         d_log_forget = times(d_kept, kept)
         if not is_exp:
-            d_log_forget = times(d_log_forget, code.sigmoid(code.negative(arguments[2])))
-        d_arguments = (
+            d_log_forget = times(d_log_forget, code.sigmoid(code.negative(preactivations[2])))
+        d_preactivations = (
             times(times(d_c, written), _slope_of_tanh(code, z)),
             d_written,
             d_log_forget,
             times(times(d_h, mean), slope(code, o)),
         )
         nothing = code.number(0.0)
-        return d_arguments, (times(d_c, kept), times(d_n, kept), nothing, nothing)
+        return d_preactivations, (times(d_c, kept), times(d_n, kept), nothing, nothing)
 
     return backward
 

@@ -300,7 +300,7 @@ class Code:
         return self._where_normal(x, self.multiply_add(less_one, scale, of_scale), -1.0)
 
     def negative(self, x: Any) -> Any:
-        """-x, exactly: 0 for 0."""
+        """0 - x: the negative, and +0 for 0."""
         return self.builder.fsub(self.number(0.0), x)
 
     def sigmoid(self, x: Any) -> Any:

@@ -271,7 +271,7 @@ def register() -> None:
 
 
 def _are_visible(start: int, size: int) -> bool:
-    """Returns whether the processor sees instructions that were written to memory.
+    """Makes instructions in memory visible to the processor; returns whether it could.
 
     aarch64 has a cache of its own for instructions, which is cleared here.
     """

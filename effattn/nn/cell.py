@@ -1,6 +1,6 @@
 """Base class of mixers with a recurrent cell, of `effattn.cores.cell_recurrence`.
 
-The products of the tokens with the input matrices are computed before, for all tokens at once.
+The products of the tokens with the input matrices are computed before the loop over the tokens.
 """
 
 from collections.abc import Callable
@@ -112,7 +112,7 @@ class CellMixer(RecurrentMixer):
         return h, None if last is None else self._state_of(last.reshape(batch, count, heads * size))
 
     def _operands(self, cell: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The tokens' parts of the gates' arguments, the recurrent matrices and the biases.
+        """The tokens' parts of the pre-activations, the recurrent matrices and the biases.
 
         For tokens `(B, T, D)`: `(B, T, G D)`, `(N, H, G, H)` and `(G, N, H)`.
         """

@@ -151,8 +151,8 @@ class CausalMixer(Mixer):
         owner, name = getattr(state, "mechanism", None), self.binding.name
         if owner not in (None, name):
             raise ValueError(
-                f"state must be one of the mechanism {name!r}, got one of {owner!r}; it is the "
-                "state of another layer"
+                f"state must be of the mechanism {name!r}, got {owner!r}; it is the state of "
+                "another layer"
             )
         if owner is None and hasattr(like, "mechanism"):  # a state that no mixer made
             like = dataclasses.replace(like, mechanism=None)

@@ -155,7 +155,7 @@ class RotaryEmbedding:
           `effattn.arrays.angles`).
 
         Raises:
-          ValueError: an odd or too small head dimension, an x that is not of real numbers, or
+          ValueError: an odd or too small head dimension, an x that is not floating point, or
             positions that are not integers of these shapes.
         """
         rotated = self.check_head(x.shape[-1])
@@ -164,7 +164,7 @@ class RotaryEmbedding:
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ValueError(f"positions must be integers, got dtype {positions.dtype}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"x must be of real numbers, got dtype {x.dtype}")
+            raise ValueError(f"x must be floating point, got dtype {x.dtype}")
         if positions.shape[-1:] != x.shape[-3:-2] or not _fits(positions.shape, x.shape[:-2]):
             raise ValueError(
                 f"positions must have shape (T,) or (*B, T) for x of shape {x.shape}, got "

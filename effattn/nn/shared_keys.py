@@ -80,7 +80,7 @@ class SharedKeysAttention(SelfAttention):
         if key.shape[:2] != x.shape[:2]:
             raise ValueError(
                 f"shared must be keys and values of the tokens of x, {x.shape[:2]}, got "
-                f"{key.shape[:2]}; pass what with_shared of the layer with keys returned for them"
+                f"{key.shape[:2]}; pass those that the layer with keys returned for x"
             )
         out = self._attend((query, key, value), **keywords, **self._dropout(rngs))
         return self.out(out), (key, value)
@@ -108,8 +108,8 @@ class SharedKeysAttention(SelfAttention):
     def _check_shared(self, shared):
         if self.has_keys and shared is not None:
             raise ValueError(
-                "shared is for a layer that reads the keys and values of another layer, got it in "
-                "a layer with has_keys=True"
+                "shared must be None in a layer with has_keys=True, which has keys and values of "
+                "its own; leave it out"
             )
 
     def _extend(self, x, state, lengths, shared=None):

@@ -26,9 +26,9 @@ def cell_recurrence(
     def one_token(before, inputs):
         token, start, is_valid = inputs
         before = restarted(before, start)
-        of_state = products(before[output], recurrent, bias, config.dtype)
-        arguments = join(config.cell, token.astype(carry.dtype), of_state)
-        after = chosen(is_valid, advance(config.cell, arguments, before), before)
+        of_state = parts_of_state(before[output], recurrent, bias, config.dtype)
+        preactivations = join(config.cell, token.astype(carry.dtype), of_state)
+        after = chosen(is_valid, advance(config.cell, preactivations, before), before)
         return after, after[output]
 
     by_time = [None if x is None else jnp.moveaxis(x, batch, 0) for x in (tokens, starts, valid)]
@@ -59,7 +59,7 @@ def chosen(
     return [jnp.where(is_first[..., None, None], *pair) for pair in pairs]
 
 
-def products(h: jax.Array, recurrent: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
+def parts_of_state(h: jax.Array, recurrent: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
     """h R + b, `(..., G, N, H)`, for h `(..., N, H)`; the product is computed in `dtype`."""
     heads, size, gates, _ = recurrent.shape
     R, given = recurrent.astype(dtype).reshape(heads, size, gates * size), h.astype(dtype)
@@ -72,7 +72,7 @@ def products(h: jax.Array, recurrent: jax.Array, bias: jax.Array, dtype: Any) ->
 
 
 def join(cell: str, of_token: jax.Array, of_state: jax.Array) -> jax.Array:
-    """The four arguments of a cell, `(..., 4, N, H)`, from the two parts `(..., G, N, H)`.
+    """The four pre-activations of a cell, `(..., 4, N, H)`, from the two parts `(..., G, N, H)`.
 
     They are the sums; those of a GRU are r, z and both parts of n.
     """
@@ -82,9 +82,9 @@ def join(cell: str, of_token: jax.Array, of_state: jax.Array) -> jax.Array:
     return jnp.concatenate([both, of_token[..., 2:, :, :], of_state[..., 2:, :, :]], -3)
 
 
-def advance(cell: str, arguments: jax.Array, before: Sequence[jax.Array]) -> list[jax.Array]:
-    """The carry after a token, from the arguments `(..., 4, N, H)` and the carry before it."""
-    a, b, c, d = (arguments[..., number, :, :] for number in range(4))
+def advance(cell: str, preactivations: jax.Array, before: Sequence[jax.Array]) -> list[jax.Array]:
+    """The carry after a token, from pre-activations `(..., 4, N, H)` and the carry before it."""
+    a, b, c, d = (preactivations[..., number, :, :] for number in range(4))
     if cell == "gru":
         return _gru(a, b, c, d, *before)
     if cell == "lstm":

@@ -144,7 +144,7 @@ def test_bad_sizes_are_named():
         RotaryEmbedding()(floats(1, 2, 1, 4), jnp.arange(3))
     with pytest.raises(ValueError, match=r"positions must have shape .* got \(3, 2\)"):
         RotaryEmbedding()(floats(1, 2, 1, 4), jnp.zeros((3, 2), int))
-    with pytest.raises(ValueError, match="x must be of real numbers, got dtype int32"):
+    with pytest.raises(ValueError, match="x must be floating point, got dtype int32"):
         RotaryEmbedding()(jnp.ones((1, 2, 1, 4), int), jnp.arange(2))
     with pytest.raises(ValueError, match="rotary theta must be a finite number above 0, got 0.0"):
         RotaryEmbedding(theta=0.0)

@@ -182,7 +182,10 @@ def test_keys_of_other_tokens_are_refused():
         (lambda: reader.with_shared(x, jax.tree.map(lambda k: k[:, :2], keys)), r"got \(1, 2\)"),
         (lambda: reader.with_shared(x, "ab"), "shared must be the keys and values .*, got str"),
         (lambda: reader.with_shared(x, (*keys, keys[0])), "shared must be the keys and values"),
-        (lambda: with_keys.with_shared(x, keys), "got it in a layer with has_keys=True"),
+        (
+            lambda: with_keys.with_shared(x, keys),
+            "shared must be None in a layer with has_keys=True",
+        ),
         (
             lambda: reader.extend_with_shared(x, reader.init_state(1, 4), empty),
             r"after the same tokens, \[4\] a row, got \[0\]; extend that layer first",

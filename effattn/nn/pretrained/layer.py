@@ -82,7 +82,7 @@ class Layer:
     def sizes(self, shapes: Mapping[str, str]) -> dict[str, int]:
         """The sizes of named axes, from arrays and their axes: `{"in_proj.weight": "out in"}`.
 
-        Raises `ValueError` for an array whose size of an axis is not that of most arrays.
+        Raises `ValueError` for an array that differs from most arrays in an axis.
         """
         found: dict[str, list[tuple[str, int]]] = {}
         for name, axes in shapes.items():
@@ -101,8 +101,8 @@ class Layer:
     def misshapen(self, name: str, needs: str) -> ValueError:
         """The error for an array of a wrong shape."""
         return ValueError(
-            f"{self.prefix}{name} must {needs}, got the shape {self._shape(name)}; take the whole "
-            "array from the model of the other arrays"
+            f"{self.prefix}{name} must {needs}, got the shape {self._shape(name)}; take "
+            "all arrays, whole, from one model"
         )
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def array_of(parameters: Mapping[str, Any], name: str, shape: tuple[int, ...]) -
 
 
 def _weights(parameters: Mapping[str, Any], name: str) -> Any:
-    """The tensor of torch of a name, or its NumPy array; `ValueError` unless it has real floats."""
+    """The torch tensor or NumPy array of a name; `ValueError` unless it is of real floats."""
     given = parameters[name]
     array = given if hasattr(given, "detach") else checks.known(given)
     dtype = getattr(given if array is None else array, "dtype", type(given).__name__)
@@ -167,7 +167,7 @@ def _weights(parameters: Mapping[str, Any], name: str) -> Any:
 
 
 def check_mapping(parameters: Any) -> None:
-    """Raises `ValueError` unless the arrays have names."""
+    """Raises `ValueError` unless it is a mapping whose names are strings."""
     wrong = type(parameters).__name__
     if isinstance(parameters, Mapping):
         wrong = next((f"the name {n!r}" for n in parameters if not isinstance(n, str)), "")
