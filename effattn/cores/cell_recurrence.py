@@ -19,15 +19,12 @@ function `cell_recurrence`, and with what `effattn.dispatch.Implementations` nee
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
 
 from effattn import dispatch
 from effattn.interfaces.cell_recurrence import Config, Inputs
-
-_LARGE = 2**18  # numbers in the matrices of a head: 1 MB
 
 IMPLEMENTATIONS = dispatch.Implementations(
     "the recurrence of a cell",
@@ -53,10 +50,8 @@ def cell_recurrence(
       `(h (*B, T, N, H), carry after the token that is read last)`, in the dtype of the carry. A
       token that is not valid gets the h of the carry before it.
     """
-    *batch, length, gates, heads, size = x.tokens.shape
-    # For one row of one head with a large R, XLA is as fast: every token reads all of R.
-    is_faster = math.prod(batch) * heads > 1 or gates * size**2 <= _LARGE
-    suited = dispatch.suited(config.dtype, length) if is_faster else ()
+    length = x.tokens.shape[-4]
+    suited = dispatch.suited(config.dtype, length)
     call = IMPLEMENTATIONS.call(mechanism, config, x, lengths=(length,), suited=suited)
     chosen = dispatch.choose(implementation, call)
     return _compiled(chosen, config, *x)

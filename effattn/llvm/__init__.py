@@ -10,8 +10,9 @@ such as all tokens of a head, and the arrays of the task stay in the cache of th
   `key_choice`, `chosen_keys`: the choice of keys by scores, and attention to them.
 - `block_kernels`, `recurrence_kernels`, `diagonal_kernels`, `cell_kernels`, `mesa_kernel`,
   `native_sparse_kernel`, `key_choice_kernel`, `chosen_key_kernels`: the code of the kernels;
-  `cells`, the formulas of LSTM, GRU and sLSTM; `recurrence_scan`, `recurrence_walks`,
-  `token_tasks`, `key_chunks`: parts of several kernels.
+  `cells`, the formulas of LSTM, GRU and sLSTM, and `cell_walk`, their walk over the tokens;
+  `recurrence_scan`, `recurrence_walks`, `token_tasks`, `key_chunks`: parts of several kernels;
+  `teams`: threads that share a walk.
 - `primitive`: a kernel as a JAX primitive.
 - `runtime`: compiles the handlers and registers them with XLA; layout of XLA's C interface.
 - `handlers`: generates XLA FFI handlers, whose tasks run on XLA's thread pool.

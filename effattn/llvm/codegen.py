@@ -7,6 +7,7 @@ generated code.
 
 import contextlib
 import functools
+import platform
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ _C_LIBRARY = {
     "aligned_alloc": ir.FunctionType(POINTER, [INT, INT]),
     "free": ir.FunctionType(NOTHING, [POINTER]),
     "sched_yield": ir.FunctionType(INT32, []),
+}
+# The instruction by which a thread tells that it waits, on each kind of processor.
+_PAUSE: dict[str, tuple[str, list[Any]]] = {
+    "x86_64": ("llvm.x86.sse2.pause", []),
+    **dict.fromkeys(("aarch64", "arm64"), ("llvm.aarch64.hint", [INT32(1)])),  # yield
 }
 
 
@@ -146,6 +152,12 @@ class Code:
         if isinstance(function, str):
             function = self._declared(function, _C_LIBRARY[function])
         return self.builder.call(function, [self.integer(each) for each in arguments])
+
+    def pause(self) -> None:
+        """Tells the processor that this thread waits for another."""
+        name, arguments = _PAUSE.get(platform.machine(), _PAUSE["x86_64"])
+        kind = ir.FunctionType(NOTHING, [argument.type for argument in arguments])
+        self.builder.call(self._declared(name, kind), arguments)
 
     def _declared(self, name, kind):
         found = self.module.globals.get(name)

@@ -187,8 +187,8 @@ class Frame:
 
 
 # Slots of a job: the next task, the number of tasks, the threads that hold the job, the finished
-# tasks, and the first of the values.
-_NEXT, _COUNT, _HOLDERS, _DONE, _FIRST = range(5)
+# tasks, the memory that threads share or null, and the first of the values.
+_NEXT, _COUNT, _HOLDERS, _DONE, _SHARED, _FIRST = range(6)
 
 
 class Job:
@@ -205,6 +205,11 @@ class Job:
 
     def _address(self, name):
         return self.code.address(self.slots, _FIRST + list(self.kinds).index(name), INT)
+
+    @property
+    def shared(self) -> Any:
+        """Address of the memory that all threads share, at first zero."""
+        return self.code.load(self.slots, _SHARED, POINTER)
 
     def example_of(self, argument: str, example: Any) -> Any:
         """Index of the example of an argument that belongs to `example` of the first result.
@@ -236,7 +241,7 @@ def write_handler(
     signature: Signature,
     integers: Sequence[str],
     floats: Sequence[str],
-    begin: Callable[[Code, Frame, Job], tuple[Any, Any]],
+    begin: Callable[[Code, Frame, Job], tuple[Any, ...]],
     task: Callable[[Code, Job, Any, Any], None],
 ) -> None:
     """Generates a handler.
@@ -250,7 +255,8 @@ def write_handler(
       integers: names of the other integers that the job has.
       floats: names of the float32 numbers that the job has.
       begin: generates the code that reads these values from a frame; returns the number of tasks,
-        and the size of each thread's scratch memory in float32 elements.
+        the size of each thread's scratch memory in float32 elements, and, if tasks use it, that of
+        the memory that threads share.
       task: generates the code of a task, given its job, scratch memory and number.
     """
     arrays = *signature.arguments, *signature.results
@@ -282,10 +288,17 @@ def write_handler(
     _refuse_if_null(code, frame, name, slots)
     job = Job(code, slots, kinds)
     _read_arrays(code, frame, job, signature)
-    count, numbers = begin(code, frame, job)
-    job["bytes"] = code.mul(code.ceil(numbers, 16), 64)
+    count, numbers, *shared = begin(code, frame, job)
+    job["bytes"] = _bytes(code, numbers)
     memory = code.call("aligned_alloc", 64, job["bytes"])
     _refuse_if_null(code, frame, name, memory, slots)
+    code.store(NULL, code.address(slots, _SHARED, POINTER))
+    for size in shared:
+        common = code.call("aligned_alloc", 64, _bytes(code, size))
+        _refuse_if_null(code, frame, name, common, memory, slots)
+        with code.loop(0, code.mul(code.ceil(size, 16), 16), lanes) as i:
+            code.store_vector(code.number(0.0), common, i)
+        code.store(common, code.address(slots, _SHARED, POINTER))
     helpers = code.sub(code.max(code.min(frame.threads(), count), 1), 1)
     entries = {_NEXT: 0, _COUNT: count, _HOLDERS: code.add(helpers, 1), _DONE: 0}
     for slot, value in entries.items():
@@ -299,6 +312,11 @@ def write_handler(
     _wait(code, slots, count)
     _release(code, slots)
     builder.ret(NULL)
+
+
+def _bytes(code, numbers):
+    """Bytes of this many float32 in whole cache lines."""
+    return code.mul(code.ceil(numbers, 16), 64)
 
 
 def _refuse_if_null(code, frame, name, memory, *others):
@@ -375,4 +393,5 @@ def _release(code, slots):
     """Releases the thread's hold on the job; the last holder frees the job."""
     holders = code.builder.atomic_rmw("sub", code.address(slots, _HOLDERS, INT), INT(1), "acq_rel")
     with code.when(code.builder.icmp_signed("==", holders, INT(1))):
+        code.call("free", code.load(slots, _SHARED, POINTER))
         code.call("free", slots)

@@ -1,5 +1,6 @@
 """The recurrence of a cell by the CPU kernels, against float64."""
 
+import concurrent.futures
 import functools
 from typing import Any, NamedTuple
 
@@ -39,6 +40,10 @@ CASES = {
     "marks from the end": Case((3,), 33, 1, 20, is_reversed=True, has_marks=True),
     "groups of rows": Case((3, 7), 5, 1, 17, has_marks=True),
     "panels and a part": Case((1,), 40, 2, 40, is_reversed=True),
+}
+TEAMS = {
+    "a team": Case((), 40, 1, 200, has_marks=True),
+    "a team from the end": Case((2,), 70, 1, 200, is_reversed=True, has_marks=True),
 }
 
 
@@ -102,6 +107,47 @@ def test_it_agrees_with_float64(cell, name):
 @pytest.mark.parametrize("cell", ["gru", "slstm"])
 def test_vectors_of_every_width_agree(cell):
     assert_exact(cell, CASES["panels and a part"])
+
+
+@pytest.fixture
+def three_threads(monkeypatch):
+    """Kernels for a pool of three threads, whatever this machine has."""
+    from effattn.llvm import handlers  # needs llvmlite
+
+    def compile_again():
+        jax.clear_caches()
+        runtime._compile.cache_clear()
+
+    monkeypatch.setattr(handlers.Frame, "threads", lambda frame: frame.code.integer(3))
+    compile_again()
+    yield
+    compile_again()
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize(
+    ("cell", "name"),
+    [("gru", "a team"), ("slstm", "a team")]
+    + [slow(cell, "a team from the end") for cell in GATES],
+)
+def test_threads_share_the_units_of_a_head(cell, name):
+    """Three threads have 80, 80 and 40 of 200 units, whoever of them comes."""
+    assert_exact(cell, TEAMS[name])
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_programs_that_run_side_by_side_share_the_threads():
+    case = Case((), 60, 1, 130)
+    arrays, marks = drawn("lstm", case)
+    call = jax.jit(call_of("lstm", case, marks, "llvm"))
+    expected = call(*arrays)
+
+    def check(_):
+        for _ in range(5):
+            jax.tree.map(np.testing.assert_array_equal, call(*arrays), expected)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        list(pool.map(check, range(6)))
 
 
 @pytest.mark.parametrize("size", [1, 30, 90, 1e4])
