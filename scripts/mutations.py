@@ -14,9 +14,9 @@ copy of the repository. These rules select the tests to run:
 - `effattn/decode/<name>.py`: the laws of the mechanisms that the file decodes, then `tests/decode`.
 - Files that several mechanisms share, such as `effattn/llvm/*`: see `RULES`, which come first.
 
-The tests run as in `make test` (`-m "not slow"`) and stop at the first failure. The failed test
-must pass again without the mutation. The result is a Markdown table on standard output. The exit
-status is 1 if a mutation survives or does not apply.
+The tests run as in `make test`, with those of `tests/slow.txt`, and stop at the first failure. The
+failed test must pass again without the mutation. The result is a Markdown table on standard output.
+The exit status is 1 if a mutation survives or does not apply.
 """
 
 import argparse
@@ -283,6 +283,8 @@ def test(root: pathlib.Path, arguments: Sequence[str], seconds: float) -> tuple[
         "-x",
         "-m",
         "not slow",
+        "-p",
+        "no:tests.slow",
         "-p",
         "no:cacheprovider",
     ]

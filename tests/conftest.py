@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 from effattn.dispatch import cache
 from experiments.harness import machine
 
-pytest_plugins = ["tests.laws.seconds"]
+pytest_plugins = ["tests.laws.seconds", "tests.slow"]
 
 # Most programs run once or twice, so the compiler spends less work on the code of each fusion. The
 # fusions and the buffers stay the same.

@@ -1,0 +1,83 @@
+"""Marks the tests of `slow.txt` as slow, as a plugin, and writes this list.
+
+    pytest -n 2 --dist worksteal -m "not slow and not devices" --list-slow
+
+runs all tests but those that their files mark as slow, and writes the names of those that take more
+than `LIMIT` seconds. Of a test whose cases all do, the quickest is not in the list if it takes less
+than `LIMIT_OF_FIRST` seconds, so that most tests have a quick case.
+
+The seconds are those of the processor, and those of the compilation that an earlier run has saved:
+on a new machine all programs are compiled.
+"""
+
+import collections
+import os
+import pathlib
+
+import jax
+import pytest
+
+LIMIT, LIMIT_OF_FIRST = 1.5, 4.5  # seconds
+LIST = pathlib.Path(__file__).with_name("slow.txt")
+
+_saved = [0.0]
+_seconds: dict[str, float] = {}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--list-slow", action="store_true", help="write the list of slow tests")
+
+
+def pytest_configure(config):
+    if config.getoption("--list-slow"):
+        jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def _count(event, seconds, **_):
+    if event == "/jax/compilation_cache/compile_time_saved_sec":
+        _saved[0] += max(seconds, 0.0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses tests by their marks
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--list-slow"):
+        return
+    listed = frozenset(LIST.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    before = sum(os.times()[:4]) + _saved[0]
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("seconds", sum(os.times()[:4]) + _saved[0] - before))
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call":
+        _seconds[report.nodeid] = dict(report.user_properties)["seconds"]
+
+
+def pytest_sessionfinish(session):
+    is_worker = hasattr(session.config, "workerinput")
+    if session.config.getoption("--list-slow") and not is_worker:
+        LIST.write_text("".join(f"{name}\n" for name in slow_of(_seconds)), encoding="utf-8")
+
+
+def slow_of(seconds: dict[str, float]) -> list[str]:
+    """Names of the slow tests, sorted, from the seconds of all tests."""
+    cases = collections.defaultdict(list)
+    for name in seconds:
+        cases[name.split("[")[0]].append(name)
+    found = []
+    for names in cases.values():
+        slow = [name for name in names if seconds[name] > LIMIT]
+        first = min(names, key=seconds.__getitem__)
+        if len(slow) == len(names) and seconds[first] < LIMIT_OF_FIRST:
+            slow.remove(first)
+        found += slow
+    return sorted(found)
