@@ -3,8 +3,8 @@
     pytest -n 2 --dist worksteal -m "not slow and not devices" --list-slow
 
 runs all tests but those that their files mark as slow, and writes the names of those that take more
-than `LIMIT` seconds. Of a test whose cases all do, the quickest is not in the list if it takes less
-than `LIMIT_OF_FIRST` seconds, so that most tests have a quick case.
+than `LIMIT` seconds. If all cases of a test do, the list has not the quickest, unless that takes
+`LIMIT_OF_FIRST` seconds; so most tests have a quick case.
 
 The seconds are those of the processor, and those of the compilation that an earlier run has saved:
 on a new machine all programs are compiled.
