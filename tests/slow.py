@@ -17,7 +17,7 @@ import pathlib
 import jax
 import pytest
 
-LIMIT, LIMIT_OF_FIRST = 1.5, 4.5  # seconds
+LIMIT, LIMIT_OF_FIRST = 1.0, 3.0  # seconds
 LIST = pathlib.Path(__file__).with_name("slow.txt")
 
 _saved = [0.0]
