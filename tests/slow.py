@@ -1,10 +1,11 @@
 """Marks the tests of `slow.txt` as slow, as a plugin, and writes this list.
 
     pytest -n 2 --dist worksteal -m "not slow and not devices" --list-slow
+    pytest -n 2 --dist worksteal -m "not slow and devices" --devices 8 --list-slow
 
-runs all tests but those that their files mark as slow, and writes the names of those that take more
-than `LIMIT` seconds. If all cases of a test do, the list has not the quickest, unless that takes
-`LIMIT_OF_FIRST` seconds; so most tests have a quick case.
+run all tests but those that their files mark as slow, and write the names of those that take more
+than `LIMIT` seconds; the names of tests that did not run stay. If all cases of a test do, the list
+has not the quickest, unless that takes `LIMIT_OF_FIRST` seconds; so most tests have a quick case.
 
 The seconds are those of the processor, and those of the compilation that an earlier run has saved:
 on a new machine all programs are compiled.
@@ -17,7 +18,7 @@ import pathlib
 import jax
 import pytest
 
-LIMIT, LIMIT_OF_FIRST = 1.0, 3.0  # seconds
+LIMIT, LIMIT_OF_FIRST = 1.0, 2.0  # seconds
 LIST = pathlib.Path(__file__).with_name("slow.txt")
 
 _saved = [0.0]
@@ -65,11 +66,13 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--list-slow") and not is_worker:
-        LIST.write_text("".join(f"{name}\n" for name in slow_of(_seconds)), encoding="utf-8")
+        others = set(LIST.read_text(encoding="utf-8").splitlines()) - _seconds.keys()
+        names = sorted({*others, *slow_of(_seconds)})
+        LIST.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
 
 
 def slow_of(seconds: dict[str, float]) -> list[str]:
-    """Names of the slow tests, sorted, from the seconds of all tests."""
+    """Names of the slow tests, from the seconds of all tests."""
     cases = collections.defaultdict(list)
     for name in seconds:
         cases[name.split("[")[0]].append(name)
@@ -80,4 +83,4 @@ def slow_of(seconds: dict[str, float]) -> list[str]:
         if len(slow) == len(names) and seconds[first] < LIMIT_OF_FIRST:
             slow.remove(first)
         found += slow
-    return sorted(found)
+    return found
