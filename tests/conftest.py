@@ -117,10 +117,15 @@ settings.register_profile(
 settings.load_profile("effattn")
 
 
+_folders = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def nothing_tuned(monkeypatch, tmp_path):
+def nothing_tuned(monkeypatch, tmp_path_factory):
     """Hides the tuning results of this machine from every test, and protects them from changes."""
-    monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "cache" / "tuning.json")
+    # A name of its own: `tmp_path` would make a folder for each of ten thousand tests.
+    folder = tmp_path_factory.getbasetemp() / f"tuning-{next(_folders)}"
+    monkeypatch.setattr(cache, "cache_file", lambda: folder / "tuning.json")
     cache.measured.cache_clear()
     cache.warn_once.cache_clear()
 

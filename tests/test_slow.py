@@ -12,7 +12,7 @@ def test_the_quickest_case_stays_unless_it_takes_very_long():
     seconds = {
         **dict.fromkeys(("a::quick", "b::t[1]", "c::t[1]"), 1.0),
         **dict.fromkeys(("b::t[2]", "d::t[2]", "e::t[2]"), 9.0),
-        **dict.fromkeys(("d::t[1]", "f::alone"), 2.0),
+        **dict.fromkeys(("d::t[1]", "f::alone"), 1.5),
         "e::t[1]": 8.0,
     }
     assert sorted(slow.slow_of(seconds)) == ["b::t[2]", "d::t[2]", "e::t[1]", "e::t[2]"]

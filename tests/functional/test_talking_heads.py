@@ -51,7 +51,7 @@ def test_the_sums_of_the_paper():
         {"query_offset": np.array([-2, 3]), "is_causal": True},
         {"local_window_size": (2, 1), "scale": 0.3},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_options_agree_with_the_naive_form(options):
     query, key, value = RNG.normal(size=(3, 2, 7, 4, 6))

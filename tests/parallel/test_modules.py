@@ -222,7 +222,7 @@ def test_layers_that_read_the_last_tokens(build):
 
 
 @pytest.mark.parametrize("name", slow_but_for(["lstm"], ["lstm", "slstm", "gru"]))
-@pytest.mark.parametrize("padding", [{"segment_ids": IDS}, {"lengths": LENGTHS}], ids=str)
+@pytest.mark.parametrize("padding", [{"segment_ids": IDS}, {"lengths": LENGTHS}], ids="".join)
 def test_cells_in_both_directions(name, padding):
     check(name, parallel.pass_states, {"is_causal": False}, **padding)
 
