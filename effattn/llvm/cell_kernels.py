@@ -46,7 +46,7 @@ _SIZES = "tokens", "heads", "size", "marked", "rows", "is_reversed", "members", 
 def write_forward(cell: str, module: ir.Module, name: str, lanes: int) -> None:
     """Generates the handler (parts, recurrent, bias, carry, marks) -> (out, after).
 
-    Shapes: parts `(*B, T, G, N, H)`, recurrent `(*B, N, H, G, H)`, bias `(*B, G, N, H)`, carry and
+    Shapes: parts `(*B, T, G N H)`, recurrent `(*B, N, H, G, H)`, bias `(*B, G, N, H)`, carry and
     after `(*B, S, N, H)`, out `(*B, T, N, H)`, and marks `(*B, T, 0 or 2)`: 1 or 0 for whether the
     carry before a token is kept, and for whether the token is valid. The attribute `limits` has 1
     if tokens are read from the last to the first. A batch axis of length 1 of an operand is
@@ -85,7 +85,7 @@ def write_forward(cell: str, module: ir.Module, name: str, lanes: int) -> None:
 
 
 def write_backward(cell: str, module: ir.Module, name: str, lanes: int) -> None:
-    """Generates the handler of the gradients of the pre-activations `(*B, T, 4, N, H)`.
+    """Generates the handler of the gradients of the pre-activations, both `(*B, T, 4 N H)`.
 
     (preactivations, recurrent, carry, marks, d_out, d_after) -> (d_preactivations, d_carry). Tokens
     that are not valid have gradients of zero.
@@ -156,7 +156,7 @@ def _write(cell, module, name, lanes, signature, more_steps, step):
     product = write_product(module, f"{name}_product", lanes)
 
     def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, ...]:
-        tokens, _, heads, size = frame.last_sizes(0, 4)
+        (tokens, _), (heads, size, _, _) = frame.last_sizes(0, 2), frame.last_sizes(1, 4)
         carry = 1 + [array.name for array in signature.arguments].index("carry")
         (marked,) = frame.last_sizes(carry, 1)
         (is_reversed,) = frame.integers(1)

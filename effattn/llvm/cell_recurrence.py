@@ -1,6 +1,7 @@
 """The recurrence of a cell on CPUs, in float32: the kernels are in `cell_kernels`."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -166,7 +167,18 @@ def _names(static, *_):
 def _by_kernel(static, shapes, *arrays: Any):
     direction, cell, is_reversed = static
     attributes = {"limits": np.array([int(is_reversed)]), "scale": np.float32(1)}
-    return runtime.call(f"effattn_{cell}_{direction}", shapes, arrays, **attributes)
+    # The features of a token are one axis: XLA would copy an array with an axis of one head.
+    given = _with_one_axis(arrays[0].shape)
+    first, second = shapes
+    found = _with_one_axis(first) if direction == "backward" else first
+    arrays = arrays[0].reshape(given), *arrays[1:]
+    out = runtime.call(f"effattn_{cell}_{direction}", (found, second), arrays, **attributes)
+    return out[0].reshape(first), out[1]
+
+
+def _with_one_axis(shape):
+    """The shape `(*B, T, G N H)` of an array `(*B, T, G, N, H)`."""
+    return *shape[:-3], math.prod(shape[-3:])
 
 
 _kernel = kernel("effattn_cell_recurrence", _by_kernel, _by_xla, _shapes, _names)

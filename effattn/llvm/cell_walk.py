@@ -30,19 +30,19 @@ CHUNK = 32  # tokens in a chunk of the backward pass
 _RECURRENT = runtime.Array("recurrent", 4)
 _CARRY = runtime.Array("carry", 3), runtime.Array("marks", 2)
 FORWARD = runtime.Signature(
-    (runtime.Array("parts", 4), _RECURRENT, runtime.Array("bias", 3), *_CARRY),
+    (runtime.Array("parts", 2), _RECURRENT, runtime.Array("bias", 3), *_CARRY),
     (runtime.Array("out", 3), runtime.Array("after", 3)),
     integers=1,
 )
 BACKWARD = runtime.Signature(
     (
-        runtime.Array("preactivations", 4),
+        runtime.Array("preactivations", 2),
         _RECURRENT,
         *_CARRY,
         runtime.Array("d_out", 3),
         runtime.Array("d_after", 3),
     ),
-    (runtime.Array("d_preactivations", 4), runtime.Array("d_carry", 3)),
+    (runtime.Array("d_preactivations", 2), runtime.Array("d_carry", 3)),
     integers=1,
 )
 
