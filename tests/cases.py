@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from effattn.arrays import dtypes
 from effattn.nn import RotaryEmbedding
 from effattn.testing import Case
 from tests import mixes
@@ -199,7 +200,7 @@ def bounded_erasing(arrays):
 
 def faded(x, positions):
     """Features that depend on positions, in place of a rotary embedding."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = dtypes.wide(x)
     factor = jnp.cos(positions.astype(wide) / 3)[..., None, None]
     return (x.astype(wide) * factor).astype(x.dtype)
 

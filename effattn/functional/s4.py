@@ -17,7 +17,7 @@ def naive(mixer, x):
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def modes(pair):
-        half = pair[0].astype(wide) + 1j * pair[1].astype(wide)
+        half = lax.complex(pair[0].astype(wide), pair[1].astype(wide))
         return jnp.concatenate([half, half.conj()], -1)
 
     def of_feature(L, P, B, truncated, dt, x):
@@ -107,10 +107,13 @@ def low_rank_kernel(
         scale = 1 / ((r * r + p * p) * (r * r + q * q))
         inverse = jnp.stack([(r * r - p * q) * scale, -r * (p + q) * scale])  # (2, D, M, n)
         sums = jnp.einsum("adxm,rdmf->axrdf", weights, inverse, precision="highest")
-        of_s, of_c = (lax.complex(x[:, 0], x[:, 1]) for x in sums)  # (4, D, n)
-        output, of_output, of_input, both = 2 * (1j * s[None] * of_s - cosine[None] * of_c)
-        found = output - cosine * of_output * of_input / (1 + cosine * both)
-        return lax.complex(cosine, sine) * found
+        (s_real, s_imag), (c_real, c_imag) = ((x[:, 0], x[:, 1]) for x in sums)  # (4, D, n)
+        # 2 (i s S - C cos a), for S and C of the sums; strict promotion refuses float by complex.
+        real = s[None] * s_imag + cosine[None] * c_real
+        imag = s[None] * s_real - cosine[None] * c_imag
+        output, of_output, of_input, both = lax.complex(-2 * real, 2 * imag)
+        root, cosine = lax.complex(cosine, sine), lax.complex(cosine, jnp.zeros_like(cosine))
+        return root * (output - cosine * of_output * of_input / (1 + cosine * both))
 
     angles = angles.reshape(blocks, -1)
     roots = jnp.asarray(np.stack([np.sin(angles), np.cos(angles)], 1), rate.real.dtype)

@@ -172,7 +172,7 @@ def test_two_processes_equal_one_and_end_together(tmp_path, folder_of_text):
     for number, signal_ in [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGTERM)]:
         folder = tmp_path / f"{signal_.name}-{number}"
         run = Two(folder_of_text, folder, "--mesh", "data=4,tensor=2")
-        run.until(12)
+        run.until(6)
         run.processes[number].send_signal(signal_)
         sent = time.monotonic()
         statuses, errors = run.ends()
