@@ -4,9 +4,9 @@
     pytest -n 2 --dist worksteal -m "not slow and devices" --devices 8 --list-slow
 
 run all tests but those that their files mark as slow, and write the names of those that take more
-than `LIMIT` seconds; the names of tests that did not run stay. If all cases of a test do, the list
-has not the quickest, unless that takes `LIMIT_OF_FIRST` seconds; so most tests have a quick case.
-The laws of `ALWAYS` are quick for every mechanism, whatever they take.
+than `LIMIT` seconds; the names of tests that did not run stay. If all cases of a test take more
+than `LIMIT`, the quickest is left out of the list, unless it takes `LIMIT_OF_FIRST` seconds. So
+most tests have a quick case. The laws of `ALWAYS` are never listed.
 
 The seconds are those of the processor, and those of the compilation that an earlier run has saved:
 on a new machine all programs are compiled.

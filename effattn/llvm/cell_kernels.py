@@ -5,13 +5,14 @@ For one head, with the gates' parts u_t of a token, the recurrent matrices R and
     carry_t = cell(u_t + h_(t-1) R + b, carry_(t-1)),   h_t is part of carry_t
 
 A walk is over the tokens of one head of up to `ROWS` examples. It copies R into panels, which stay
-in the cache of the core. If there are fewer walks than threads, several threads share a walk: each
-has some of the units, with their columns of R, and reads all of h.
+in the cache of the core. If there are at least twice as many threads as walks, a walk of a large
+head has several members, each with some of the units and their columns of R: see
+`effattn.llvm.teams`. A member reads all of h.
 
 Backward, the caller computes the pre-activations of all tokens, from the outputs h. A walk
-computes the carries before every chunk of tokens. From the last chunk to the first, it computes all
-carries of the chunk from the one before it, and then, backward in time, the gradients of the
-pre-activations, from which R^T gives the gradient of the h before.
+computes the carry before every chunk of tokens. Then, from the last chunk to the first, it computes
+the carries of the chunk again, and, backward in time, the gradients of the pre-activations. Their
+products with R^T give the gradient of h_(t-1).
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def write_backward(cell: str, module: ir.Module, name: str, lanes: int) -> None:
     that are not valid have gradients of zero.
     """
 
-    # Step 0 computes the carries before the chunks. From step 1 on, each begins with the products
-    # of the step before, and pulls the gradients back through one more token.
+    # Step 0 computes the carries before the chunks. Steps 1 to T each pull the gradients back
+    # through one token, T - n in step n. Steps 2 to T + 1 first add the products with R^T of the
+    # step before; step T + 1 then writes the gradient of the carry.
     def step(walk: Walk, number: Any) -> None:
         code, tokens = walk.code, walk.tokens
         state, d_state = (walk.scratch[name] for name in ("state", "d_state"))
@@ -149,7 +151,7 @@ write_lstm_backward, write_gru_backward, write_slstm_backward, write_slstm_exp_b
 
 
 def _write(cell, module, name, lanes, signature, more_steps, step):
-    """Generates a handler, from the code of a step of a walk: one a token and `more_steps`."""
+    """Generates a handler from the code of a step; a walk has T + `more_steps` steps."""
     from effattn.llvm.codegen import INT, POINTER, Code
     from effattn.llvm.handlers import Job, write_handler
 
@@ -160,8 +162,8 @@ def _write(cell, module, name, lanes, signature, more_steps, step):
         carry = 1 + [array.name for array in signature.arguments].index("carry")
         (marked,) = frame.last_sizes(carry, 1)
         (is_reversed,) = frame.integers(1)
-        # Examples share a walk, unless each has its own matrices or threads would be idle. A team
-        # with two examples is faster than two threads, of which each reads all of R.
+        # Examples share a walk, unless each has its own matrices or threads would be idle. Two
+        # threads that share a walk of two examples are faster than two walks: each reads half of R.
         matrices = code.variable(1)
         with code.loop(0, job["batch_axes"]) as axis:
             length = code.load(frame.sizes("arguments", 1), axis, code.int64)

@@ -1,7 +1,7 @@
 """The walk of the kernels of a cell: products with R, tokens, carries and places in arrays.
 
-A walk is over the tokens of one head of up to `ROWS` examples, whose members, each with some of the
-units, are those of a team: see `effattn.llvm.teams`. R is copied into panels, which stay in the
+A walk is over the tokens of one head of up to `ROWS` examples. Its members are those of a team, and
+each has some of the units: see `effattn.llvm.teams`. R is copied into panels, which stay in the
 cache of the core.
 """
 

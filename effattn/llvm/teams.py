@@ -60,7 +60,7 @@ class Team(NamedTuple):
         code.builder.atomic_rmw("add", self.line(code, member), code.integer(1), "release")
 
     def behind(self, code: Code, step: Any) -> tuple[Any, Any]:
-        """Returns whether a member has done fewer steps, and whether no thread takes its next."""
+        """Returns whether any member has done fewer steps, and whether such a one is unclaimed."""
         builder = code.builder
         late, unclaimed = code.variable(code.false()), code.variable(code.false())
         with code.loop(0, self.members) as other:
@@ -80,7 +80,7 @@ def join(code: Code, team: Team, first: Any, run: Callable[[Any], None]) -> None
       code: the function of the thread.
       team: the team.
       first: the member that the thread looks at first.
-      run: generates the call of code by `take_steps`, for a claimed member.
+      run: generates a call, for a claimed member, of the function with the code of `take_steps`.
     """
     builder = code.builder
     head, pause, end = (builder.append_basic_block(name) for name in ("look", "pause", "end"))
@@ -107,7 +107,10 @@ def join(code: Code, team: Team, first: Any, run: Callable[[Any], None]) -> None
 
 
 def take_steps(code: Code, team: Team, member: Any, step: Callable[[Any], None]) -> None:
-    """Generates the steps of a claimed member, until another thread takes it or others need help.
+    """Generates the steps of a claimed member.
+
+    The thread leaves the member when all its steps are done, when another thread claims it, or when
+    a due step of another member has stayed unclaimed for more than `_LOOKS` looks.
 
     Args:
       code: the function of the member.
