@@ -204,15 +204,11 @@ class _PatternOfHeads:
 
 def recurrence(kernels: Any) -> Any:
     """The kernels of a linear recurrence, each of which a device runs for its rows and heads."""
-    same, tokens = _by_same_head, _of_tokens
-    gradients = tokens, tokens, tokens, tokens, _by_head
+    tokens = _of_tokens
+    gradients = tokens, tokens, tokens, tokens, _by_head, tokens
     return kernels._replace(
-        forward=_spread(kernels.forward, (_by_head,), (tokens, same)),
+        forward=_spread(kernels.forward, (_by_head,), (tokens, _by_same_head)),
         backward=_spread(kernels.backward, (_by_head, tokens, _once), gradients),
-        read=_spread(kernels.read, (_by_head,), (tokens,)),
-        gradients=_spread(kernels.gradients, (_by_head, _once, tokens), (tokens, tokens, tokens)),
-        correct=_spread(kernels.correct, (_by_head, _by_head), (same, same, same)),
-        correct_back=_spread(kernels.correct_back, (_by_head, _by_head), (same, same, same)),
     )
 
 
@@ -254,8 +250,7 @@ def _spread(kernel, more, results):
         operands = [_of_tokens(x) for x in jax.tree.leaves(arrays)]
         for each, of in zip(rest, more, strict=True):
             operands += map(of, jax.tree.leaves(each))
-        each = found if isinstance(found, tuple) else (found,)
-        names = [of(x) for of, x in zip(results, each, strict=True) if x is not None]
+        names = [of(x) for of, x in zip(results, found, strict=True) if x is not None]
 
         def on_device(*leaves):
             arrays, rest = jax.tree.unflatten(structure, leaves)

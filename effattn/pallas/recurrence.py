@@ -25,9 +25,7 @@ terms as a block has tokens, in float32; a sum over the whole sequence would los
 pair of a query and its own token never decays and can be larger than all other pairs, so q dq and
 k dk both leave out this pair.
 
-The delta form is a plain recurrence of corrected values (`recurrence_delta`). One kernel computes
-the corrected values and the states, and one the gradients of states. The others compute the output
-and the gradients of all blocks from these.
+The delta form is a plain recurrence of corrected values, see `recurrence_delta`.
 
 With separate removed vectors (a_t in place of k_t), a token of the delta form is two tokens. The
 first decays the state, recalls with b_t, and writes what it recalls, negative, to a_t. The second
@@ -59,8 +57,7 @@ from effattn.interfaces.linear_recurrence import (
     divided,
     masked_terms,
 )
-from effattn.pallas import partition, recurrence_delta
-from effattn.pallas.recurrence_delta import Chunks, Keys
+from effattn.pallas import partition
 
 BLOCK = 64  # tokens from one saved state to the next
 LARGEST = 256  # largest number of features, and of values
@@ -75,6 +72,7 @@ class Arrays(NamedTuple):
       value: `(B, T, V, D)`, float32 or 16 bits.
       log_decay: `(B, T, V)`, or `(B, T, K, F)` if V = K, float32 or 16 bits; None without decay.
       scale: `(1,)`, factor of the queries; None for 1.
+      recalled: `(B, T, K, F)`, float32, in the delta form: the keys b that read the state.
     """
 
     query: jax.Array
@@ -82,6 +80,7 @@ class Arrays(NamedTuple):
     value: jax.Array
     log_decay: jax.Array | None
     scale: jax.Array | None = None
+    recalled: jax.Array | None = None
 
     @property
     def heads(self) -> int:
@@ -90,8 +89,9 @@ class Arrays(NamedTuple):
 
     def widened(self) -> "Arrays":
         """The same operands in float32, with the queries times the scale."""
-        query, *others = jax.tree.map(lambda x: x.astype(jnp.float32), self[:4])
-        return Arrays(query if self.scale is None else query * self.scale, *others)
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), self)
+        query = wide.query if self.scale is None else wide.query * self.scale
+        return wide._replace(query=query, scale=None)
 
 
 class How(NamedTuple):
@@ -121,6 +121,7 @@ class Gradients(NamedTuple):
       value: `(B, T, V, D)`.
       log_decay: `(B, T, V)`, or `(B, T, V, F)`; None without decay.
       state: of the state before the first token, `(B, V, F, D)`.
+      recalled: `(B, T, V, F)`, in the delta form.
     """
 
     query: jax.Array
@@ -128,35 +129,22 @@ class Gradients(NamedTuple):
     value: jax.Array
     log_decay: jax.Array | None
     state: jax.Array
+    recalled: jax.Array | None = None
 
 
 class Kernels(NamedTuple):
     """Kernels of one device. The first argument of each function is `How`; it is not listed here.
 
-    `d_out` has float32 or 16 bits. The last four functions are for the delta form. Their saved
-    states are arrays `(B, V, blocks, F', D')`, with the states before each block of `BLOCK` tokens
-    first; F' and D' include padding with zeros for the device. Saved gradients of states are those
-    from reads in later blocks. Only the kernels of the same device read them, so their order is up
-    to these kernels.
+    `d_out` has float32 or 16 bits.
 
     Attributes:
       forward: `(arrays, state (B, V, F, D)) ->` the output `(B, T, heads, D)` in the dtype of
         `How`, and the state after the last token.
       backward: `(arrays, state, d_out (B, T, heads, D), d_state) -> Gradients`.
-      read: `(arrays, saved states) -> (B, T, heads, D)`, the output, in the dtype of `How`.
-      gradients: `(arrays, saved states, saved gradients of states, d_out) ->` the gradients of
-        queries, keys and log decays, as in `Gradients`.
-      correct: `(arrays, chunks of BLOCK tokens, state (B, V, F, D)) -> X (B, V, n, BLOCK, D)`,
-        saved states, and the state after the last chunk.
-      correct_back: the same for gradients, from the last chunk to the first.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     backward: Callable[..., Gradients]
-    read: Callable[..., jax.Array]
-    gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
-    correct: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-    correct_back: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 def by_blocks(
@@ -166,14 +154,14 @@ def by_blocks(
     d_query: Callable[..., jax.Array],
     d_key: Callable[..., jax.Array],
     d_value: Callable[..., jax.Array],
-) -> dict[str, Callable[..., Any]]:
-    """`forward` and `backward` of `Kernels`, by walks and by kernels for all blocks at once.
+) -> Kernels:
+    """Kernels of the plain form, by walks and by kernels for all blocks at once.
 
     Args:
       states: `(arrays, state) ->` the states before each block and after the last block,
         `(B, V, n + 1, F', D')`.
       gradients_of_states: `(arrays, d_out, d_state) ->` the gradients of these states.
-      read: as in `Kernels`.
+      read: `(arrays, states) ->` the output.
       d_query: as in `gradients_of_blocks`.
       d_key: likewise.
       d_value: `(arrays, gradients of states, d_out) -> (B, T, V, D)`, the gradient of the values.
@@ -191,7 +179,7 @@ def by_blocks(
         query, key, log_decay = gradients(how, arrays, found, co_states, d_out)
         return Gradients(query, key, value, log_decay, whole_state(arrays, co_states[:, :, 0]))
 
-    return {"forward": forward, "backward": backward}
+    return Kernels(forward, backward)
 
 
 def whole_state(arrays: Arrays, state: jax.Array) -> jax.Array:
@@ -202,9 +190,10 @@ def whole_state(arrays: Arrays, state: jax.Array) -> jax.Array:
 def gradients_of_blocks(
     d_query: Callable[..., jax.Array], d_key: Callable[..., jax.Array]
 ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]:
-    """`gradients` of `Kernels`, by one kernel for the queries and one for the keys.
+    """Gradients of queries, keys and log decays, by a kernel for queries and one for keys.
 
-    States are those before each block and after the last block, `(B, V, n + 1, F', D')`.
+    The function has the arguments `(how, arrays, states, gradients of states, d_out)`. States are
+    those before each block and after the last block, `(B, V, n + 1, F', D')`.
 
     Args:
       d_query: `(arrays, states, d_out) -> (B, T, heads, F)`, the gradient of the queries. With
@@ -232,24 +221,16 @@ class _Summed(NamedTuple):
     Attributes:
       arrays: operands of the recurrence.
       own: `(B, T, heads, D)`, with a bonus: the part of the output from each query's own token.
-      recalled: `(B, T, K, F)`, in the delta form: the keys b that read the state.
       least: `(*B, T, V)`, least normalisers (see `effattn.interfaces.linear_recurrence.Terms`).
     """
 
     arrays: Arrays
     own: jax.Array | None = None
-    recalled: jax.Array | None = None
     least: jax.Array | None = None
 
     def is_output(self, config: Config) -> bool:
         """Returns whether what the kernels read is the output, apart from its mask."""
         return self.own is None and not config.normalized
-
-    @property
-    def keys(self) -> Keys:
-        """Keys of the delta form."""
-        assert self.recalled is not None
-        return Keys(self.recalled, self.arrays.key, self.arrays.log_decay)
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
@@ -312,11 +293,7 @@ def forward(kernels: Kernels, config: Config, x: Inputs):
     if summed.is_output(config):
         how = how._replace(dtype=config.dtype)
     arrays = _narrow(config, x, summed)
-    if summed.recalled is None:
-        read, state = kernels.forward(how, arrays, _one_batch(x.state, 3))
-    else:
-        arrays, states, state = _corrected(kernels, how, x, summed, arrays)
-        read = kernels.read(how, arrays, states)
+    read, state = kernels.forward(how, arrays, _one_batch(x.state, 3))
     output = _output(config, x, read, summed.own, summed.least)
     return (output, _like_state(x, state)), None
 
@@ -336,13 +313,11 @@ def backward(
     sums = functools.partial(_summed, config, x)
     summed, to_arguments = jax.vjp(sums, x.parameters, x.queries, x.keys)
     arrays, read = _narrow(config, x, summed), None
-    if summed.is_output(config) and summed.recalled is None:  # XLA adds nothing to gradients
+    state = _one_batch(x.state, 3)
+    if summed.is_output(config):  # XLA adds nothing to gradients
         how = how._replace(dtype=config.dtype)
-    if summed.recalled is not None:
-        arrays, states, _ = _corrected(kernels, how, x, summed, arrays)
-        read = kernels.read(how, arrays, states) if config.normalized else None
-    elif config.normalized:
-        read, _ = kernels.forward(how, arrays, _one_batch(x.state, 3))
+    if config.normalized:
+        read, _ = kernels.forward(how, arrays, state)
     if summed.is_output(config):
         d_read = _masked(x, d_output)
         if _has_two_writes(config, x):
@@ -354,43 +329,21 @@ def backward(
             read = jnp.zeros(shape, x.state.dtype)
         _, to_read = jax.vjp(functools.partial(_output, config, x), read, summed.own, summed.least)
         d_read, d_own, d_least = to_read(d_output)
-    d_state, correction = _one_batch(d_state, 3), None
-    if summed.recalled is None:
-        found = kernels.backward(how, arrays, _one_batch(x.state, 3), d_read, d_state)
-    else:
-        correction = _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state)
-        query, key, log_decay = kernels.gradients(how, arrays, states, correction.states, d_read)
-        found = Gradients(query, key, correction.value, log_decay, correction.state)
-    d_query, d_key, d_value, d_log_decay, d_first = found
-    d_query, d_key = _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key)
-    d_recalled = None
-    if correction is not None:  # the kernels leave out the effect of keys on corrected values
-        d_recalled = correction.keys.recalled
-        d_key += correction.keys.key
-        if d_log_decay is not None:
-            d_log_decay += correction.keys.log_decay
-    d_arrays = Arrays(d_query, d_key, d_value, d_log_decay)
-    d_parameters, d_queries, d_keys = to_arguments(_Summed(d_arrays, d_own, d_recalled, d_least))
+    found = kernels.backward(how, arrays, state, d_read, _one_batch(d_state, 3))
+    of_terms = {
+        name: _over_shares(getattr(found, name), array)
+        for name in ("query", "key", "recalled")
+        if (array := getattr(arrays, name)) is not None
+    }
+    d_arrays = Arrays(**of_terms, value=found.value, log_decay=found.log_decay)
+    d_parameters, d_queries, d_keys = to_arguments(_Summed(d_arrays, d_own, d_least))
     return Inputs(
         parameters=d_parameters,
-        state=_like_state(x, d_first),
+        state=_like_state(x, found.state),
         queries=d_queries,
         keys=d_keys,
         tokens=None,
     )
-
-
-def _corrected(kernels, how, x, summed, arrays):
-    """Returns arrays with the corrected values of the delta form, the saved and the last states."""
-    value, states, last = recurrence_delta.corrected(
-        functools.partial(kernels.correct, how, arrays),
-        how.dot,
-        BLOCK,
-        summed.keys,
-        summed.arrays.value,
-        _one_batch(x.state, 3),
-    )
-    return arrays._replace(value=value), states, last
 
 
 def _narrow(config, x, summed) -> Arrays:
@@ -429,23 +382,6 @@ def _forgotten(log_decay, starts):
     return jnp.where(of_heads, -jnp.inf, log_decay)
 
 
-def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
-    """Returns the gradients of the delta form, from arrays with corrected values."""
-    features, values = d_state.shape[2:]
-    wide, blocks = arrays.widened(), -(-d_read.shape[1] // BLOCK)
-    return recurrence_delta.gradients(
-        functools.partial(kernels.correct_back, how, arrays),
-        how.dot,
-        BLOCK,
-        summed.keys,
-        wide.query,
-        wide.value,
-        states[:, :, :blocks, :features, :values],
-        d_read.astype(d_state.dtype),
-        d_state,
-    )
-
-
 def _summed(config, x, parameters, queries, keys) -> _Summed:
     """Returns the terms, with a log decay of -inf at the first token of a document.
 
@@ -466,10 +402,10 @@ def _summed(config, x, parameters, queries, keys) -> _Summed:
     if terms.recalled is not None:
         kept = None if starts is None else ~starts
         recalled = _one_batch(clear(terms.recalled, kept), 3)
-        arrays = Arrays(query, key, value, log_decay)
+        arrays = Arrays(query, key, value, log_decay, recalled=recalled)
         if terms.removed is not None:
-            arrays, recalled = _two_writes(arrays, _one_batch(terms.removed, 3), recalled)
-        return _Summed(arrays, None, recalled, terms.least)
+            arrays = _two_writes(arrays, _one_batch(terms.removed, 3))
+        return _Summed(arrays, least=terms.least)
     if terms.bonus is None:
         return _Summed(Arrays(query, key, value, log_decay), least=terms.least)
     heads, (batch, length, key_heads, features) = query.shape[2], key.shape
@@ -490,17 +426,17 @@ def _has_two_writes(config, x):
     return jax.eval_shape(config.terms, x.parameters, x.queries, x.keys).removed is not None
 
 
-def _two_writes(arrays, removed, recalled):
-    """Returns arrays and recalled vectors of 2 T tokens, see the docstring of this file."""
-    query, key, value, log_decay, _ = arrays
+def _two_writes(arrays, removed) -> Arrays:
+    """Returns arrays of 2 T tokens, see the docstring of this file."""
+    query, key, value, log_decay, _, recalled = arrays
     later = None if log_decay is None else _alternating(log_decay, jnp.zeros_like(log_decay))
-    arrays = Arrays(
+    return Arrays(
         _alternating(jnp.zeros_like(query), query),
         _alternating(removed, key),
         _alternating(jnp.zeros_like(value), value),
         later,
+        recalled=_alternating(recalled, jnp.zeros_like(recalled)),
     )
-    return arrays, _alternating(recalled, jnp.zeros_like(recalled))
 
 
 def _alternating(first, second):

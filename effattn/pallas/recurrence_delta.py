@@ -13,7 +13,9 @@ the matrices), with S the state at its start and S' the state at its end:
 The rows of B have decayed since the start of the chunk, the rows of K decay until its end, and W is
 the decay of the whole chunk. P holds the decayed products of b_i with k_j for j < i. With T the
 inverse of I + P, X = T V - (T B) S. XLA computes T V, T B and K of all chunks at once
-(`effattn.xla.recurrent_chunks`); the kernel walks over the chunks with two products per chunk.
+(`effattn.xla.recurrent_chunks`); a kernel walks over the chunks with two products per chunk. Other
+kernels compute the output and the gradients of all blocks from the states that walks have saved.
+TPUs do all of this in the kernels of the plain form (`mosaic_tpu.recurrence_kernels`).
 
 Backward. Let G and G' be the full gradients of S and S', and dY the gradient of the output that Q
 reads:
@@ -30,13 +32,13 @@ Memory is O(T (F + D + C)). Shapes are those of `effattn.pallas.recurrence`; C i
 shapes, G is the number of heads of the output that read one value head.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from effattn.pallas.recurrence import BLOCK, Arrays, Gradients, How, Kernels
 from effattn.xla.recurrent_chunks import Reader, decayed_reader, unit_inverse
 
 
@@ -62,97 +64,109 @@ class Chunks(NamedTuple):
     d_out: jax.Array | None = None
 
 
-class Keys(NamedTuple):
+class DeltaKernels(NamedTuple):
+    """Kernels of one device for the delta form; the first argument of each is `How`.
+
+    Saved states are arrays `(B, V, blocks, F', D')`, with the states before each block of `BLOCK`
+    tokens first; F' and D' include padding with zeros for the device. Saved gradients of states are
+    those from reads in later blocks. Only these kernels read them, so their order is up to these
+    kernels. `arrays` has the corrected values in `read` and `gradients`.
+
+    Attributes:
+      read: `(arrays, saved states) -> (B, T, heads, D)`, the output, in the dtype of `How`.
+      gradients: `(arrays, saved states, saved gradients of states, d_out) ->` the gradients of
+        queries, keys and log decays, as in `Gradients`.
+      correct: `(arrays, chunks of BLOCK tokens, state (B, V, F, D)) -> X (B, V, n, BLOCK, D)`,
+        saved states, and the state after the last chunk.
+      correct_back: the same for gradients, from the last chunk to the first.
+    """
+
+    read: Callable[..., jax.Array]
+    gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
+    correct: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    correct_back: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def with_delta(plain: Kernels, steps: DeltaKernels) -> Kernels:
+    """Kernels of both forms, from those of the plain form and those for corrected values."""
+
+    def forward(how, arrays, state):
+        if arrays.recalled is None:
+            return plain.forward(how, arrays, state)
+        arrays, states, last = _corrected(steps, how, arrays, state)
+        return steps.read(how, arrays, states), last
+
+    def backward(how, arrays, state, d_out, d_state):
+        if arrays.recalled is None:
+            return plain.backward(how, arrays, state, d_out, d_state)
+        how = how._replace(dtype=jnp.float32)  # gradients are sums of those of several steps
+        keys = _Keys.of(arrays)
+        arrays, states, _ = _corrected(steps, how, arrays, state)
+        co_states, d_first, d_value = _corrected_back(steps, how, keys, arrays, d_out, d_state)
+        query, key, log_decay = steps.gradients(how, arrays, states, co_states, d_out)
+        more = _through_recalled_values(how, keys, arrays.value, states, d_value)
+        if log_decay is not None and more.log_decay is not None:
+            log_decay += more.log_decay.reshape(log_decay.shape)
+        return Gradients(query, key + more.key, d_value, log_decay, d_first, more.recalled)
+
+    return Kernels(forward, backward)
+
+
+class _Keys(NamedTuple):
     """Keys and decays of the delta form.
 
     Attributes:
-      recalled: `(B, T, K, F)`, the keys b that read the state.
-      key: `(B, T, K, F)`, the keys k that write to the state.
-      log_decay: `(B, T, V)`, `(B, T, K, F)` or None.
+      recalled: `(B, T, V, F)`, the keys b that read the state.
+      key: `(B, T, V, F)`, the keys k that write to the state.
+      log_decay: `(B, T, V, F)`, or `(B, T, V, 1)` for all features, or None.
     """
 
     recalled: jax.Array
     key: jax.Array
     log_decay: jax.Array | None
 
+    @classmethod
+    def of(cls, arrays: Arrays) -> "_Keys":
+        """Keys in float32, for each value head."""
+        heads, log_decay = arrays.value.shape[2], arrays.log_decay
+        assert arrays.recalled is not None
+        if log_decay is not None and log_decay.ndim == 3:
+            log_decay = log_decay[..., None]
 
-Dot = Callable[[jax.Array, jax.Array], jax.Array]
-Walk = Callable[[Chunks, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+        def of_heads(x):
+            return jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], 2)
+
+        return jax.tree.map(of_heads, cls(arrays.recalled, arrays.key, log_decay))
+
+    def cut(self) -> "_Keys":
+        """In chunks `(B, V, n, C, F)`."""
+        return jax.tree.map(lambda x: cut(BLOCK, x, x.shape[2]), self)
 
 
-def corrected(
-    walk: Walk, dot: Dot, chunk: int, keys: Keys, value: jax.Array, state: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the corrected values x `(B, T, V, D)`, and the saved and last states from `walk`.
-
-    Args:
-      walk: `(chunks, state (B, V, F, D)) -> (X (B, V, n, C, D), saved states, last state)`, from
-        the first to the last chunk.
-      dot: matrix product.
-      chunk: C.
-      keys: keys and decays of the tokens.
-      value: `(B, T, V, D)`.
-      state: state before the first token.
-    """
+def _corrected(steps, how, arrays, state):
+    """Returns arrays with the corrected values, the saved states, and the last state."""
 
     def of_head(keys, value):
-        past = _before(dot, keys)
-        inverse = unit_inverse(past.products(keys.recalled, keys.key), dot)
+        past = _before(how, keys)
+        inverse = unit_inverse(past.products(keys.recalled, keys.key), how.dot)
         recalled = _times(keys.recalled, past.since_start)
         key = _times(keys.key, past.until_end)
-        return Chunks(dot(inverse, recalled), key, dot(inverse, value), _kept(past, key))
+        return Chunks(how.dot(inverse, recalled), key, how.dot(inverse, value), _kept(past, key))
 
-    heads = value.shape[2]
-    chunks = over_heads(of_head)(_cut_keys(chunk, keys, heads), cut(chunk, value, heads))
-    values, *states = walk(chunks, state)
-    return _joined(values, value.shape[1]), *states
-
-
-class Gradients(NamedTuple):
-    """Results of `gradients`.
-
-    Attributes:
-      states: saved gradients of the states, as `walk` returns them.
-      state: gradient of the state before the first token, likewise.
-      value: gradient of the values, `(B, T, V, D)`.
-      keys: gradients of keys and decays through the recalled values B S + P X.
-    """
-
-    states: jax.Array
-    state: jax.Array
-    value: jax.Array
-    keys: Keys
+    value = arrays.value.astype(jnp.float32)
+    chunks = over_heads(of_head)(_Keys.of(arrays).cut(), cut(BLOCK, value, value.shape[2]))
+    plain = arrays._replace(recalled=None)
+    values, *states = steps.correct(how, plain, chunks, state)
+    return plain._replace(value=_joined(values, value.shape[1])), *states
 
 
-def gradients(
-    walk: Walk,
-    dot: Dot,
-    chunk: int,
-    keys: Keys,
-    query: jax.Array,
-    value: jax.Array,
-    states: jax.Array,
-    d_out: jax.Array,
-    d_state: jax.Array,
-) -> Gradients:
-    """Returns the gradients of states, of values, and of keys through the recalled values.
-
-    Args:
-      walk: as in `corrected`, but from the last chunk to the first.
-      dot: matrix product.
-      chunk: C.
-      keys: keys and decays of the tokens.
-      query: `(B, T, N, F)`.
-      value: corrected values, `(B, T, V, D)`.
-      states: states at the start of each chunk, `(B, V, n, F, D)`.
-      d_out: gradient of the output, `(B, T, heads, D)`.
-      d_state: gradient of the state after the last token.
-    """
-    heads = value.shape[2]
+def _corrected_back(steps, how, keys, arrays, d_out, d_state):
+    """Returns the saved gradients of states, the gradient of the first state, and of the values."""
+    wide, heads = arrays.widened(), arrays.value.shape[2]
 
     def of_head(keys, query, d_out):
-        past = _before(dot, keys)
-        present = decayed_reader(keys.log_decay, None, chunk, True, dot)
+        past, dot = _before(how, keys), how.dot
+        present = decayed_reader(keys.log_decay, None, BLOCK, True, dot)
         weights = jax.vmap(present.products, (1, None), 1)(query, keys.key)
         inverse = unit_inverse(past.products(keys.recalled, keys.key), dot).swapaxes(-1, -2)
         return Chunks(
@@ -164,32 +178,46 @@ def gradients(
             d_out,
         )
 
-    def recalled(keys):
-        """Recalled values B S + P X, `(B, V, n, C, D)`."""
-
-        def of_head(keys, value, states):
-            past = _before(dot, keys)
-            within = dot(past.products(keys.recalled, keys.key), value)
-            return within + dot(_times(keys.recalled, past.since_start), states)
-
-        chunks = _cut_keys(chunk, keys, heads), cut(chunk, value, heads)
-        return over_heads(of_head)(*chunks, states)
-
     def by_value_head(x):
-        x = cut(chunk, x, d_out.shape[2])
+        x = cut(BLOCK, x, d_out.shape[2])
         return jnp.moveaxis(x.reshape(x.shape[0], heads, -1, *x.shape[2:]), 2, 3)
 
-    reads = by_value_head(query), by_value_head(d_out)
-    d_value, d_states, d_first = walk(
-        over_heads(of_head)(_cut_keys(chunk, keys, heads), *reads), d_state
-    )
+    reads = by_value_head(wide.query), by_value_head(d_out.astype(jnp.float32))
+    chunks = over_heads(of_head)(keys.cut(), *reads)
+    d_value, co_states, d_first = steps.correct_back(how, arrays, chunks, d_state)
+    return co_states, d_first, _joined(d_value, d_out.shape[1])
+
+
+def _through_recalled_values(how, keys, values, states, d_value) -> _Keys:
+    """Returns the gradients of keys and decays through the recalled values B S + P X.
+
+    Args:
+      how: execution options.
+      keys: keys and decays of the tokens.
+      values: corrected values X, `(B, T, V, D)`.
+      states: states before the chunks, `(B, V, n, F, D)`.
+      d_value: gradient of X, `(B, T, V, D)`; the recalled values have the gradient `-d_value`.
+    """
+
+    def of_head(keys, value, states):
+        past = _before(how, keys)
+        within = how.dot(past.products(keys.recalled, keys.key), value)
+        return within + how.dot(_times(keys.recalled, past.since_start), states)
+
+    _, length, heads, size = values.shape
+    states = states[:, :, : -(-length // BLOCK), : keys.key.shape[3], :size]
+
+    def recalled(keys):
+        chunks = keys.cut(), cut(BLOCK, values, heads)
+        return _joined(over_heads(of_head)(*chunks, states), length)
+
     _, to_keys = jax.vjp(recalled, keys)
-    return Gradients(d_states, d_first, _joined(d_value, value.shape[1]), *to_keys(-d_value))
+    return to_keys(-d_value)[0]
 
 
-def _before(dot, keys) -> Reader:
+def _before(how, keys) -> Reader:
     """Returns the reader of the state before each token, for the chunks of one head."""
-    return decayed_reader(keys.log_decay, None, keys.key.shape[1], False, dot)
+    return decayed_reader(keys.log_decay, None, keys.key.shape[1], False, how.dot)
 
 
 def _kept(reader, key):
@@ -203,15 +231,6 @@ def _times(x, decay):
 def over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     """Maps a function of one head over `(B, V, ...)`."""
     return jax.vmap(jax.vmap(function))
-
-
-def _cut_keys(chunk, keys, heads) -> Keys:
-    """Cuts keys into chunks `(B, V, n, C, F)`; log decays have F features, or 1 for all."""
-    log_decay = keys.log_decay
-    if log_decay is not None and log_decay.ndim == 3:
-        log_decay = log_decay[..., None]
-    of_heads = functools.partial(cut, chunk, heads=heads)
-    return jax.tree.map(of_heads, keys._replace(log_decay=log_decay))
 
 
 def cut(chunk: int, x: jax.Array, heads: int) -> jax.Array:

@@ -11,7 +11,7 @@ from effattn import dispatch
 from effattn.interfaces.linear_recurrence import Config, Inputs
 from effattn.pallas import recurrence
 from effattn.pallas.recurrence import BLOCK, Arrays, Gradients, How
-from effattn.pallas.recurrence_delta import Chunks
+from effattn.pallas.recurrence_delta import Chunks, DeltaKernels, with_delta
 from effattn.triton import launch
 
 LIMITS = dispatch.Limits(("float32", "bfloat16", "float16"), 256, "Ampere or later; jax-triton")
@@ -267,4 +267,7 @@ def _call(how, plan, name, grid, operands, results, stages=2):
     return launch.call(kernel, plan, grid, operands, results, **options)
 
 
-KERNELS = recurrence.Kernels(_forward, _backward, _read, _gradients, _corrected, _corrected_back)
+KERNELS = with_delta(
+    recurrence.Kernels(_forward, _backward),
+    DeltaKernels(_read, _gradients, _corrected, _corrected_back),
+)

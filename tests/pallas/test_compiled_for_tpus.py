@@ -20,8 +20,8 @@ KERNELS = {
     "decays of features": 2,
     "as many heads as fit": 2,
     "as many features as fit": 2,
-    "delta rule": 4,
-    "the largest delta rule": 4,
+    "delta rule": 2,
+    "the largest delta rule": 2,
 }
 
 

@@ -100,7 +100,7 @@ def compiled(function, arrays, cotangent, mesh, of_keys):
 
 
 @pytest.mark.parametrize("decay", [None, "token"])
-@pytest.mark.parametrize("heads", [8, slow(32)])
+@pytest.mark.parametrize("heads", [8, slow(20)])
 def test_tpu_recurrences_whose_query_heads_are_on_several_devices(heads, decay, monkeypatch):
     """On a device, a step may have more tokens than a step of the whole call would have."""
     # The interpreter of TPUs, which finds races, cannot be partitioned.

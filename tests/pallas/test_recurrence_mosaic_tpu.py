@@ -74,11 +74,11 @@ def test_steps_are_shorter_where_memory_asks_for_it(monkeypatch):
 @pytest.mark.parametrize(
     ("length", "decay", "heads"),
     [
-        slow(130, "token", (4, 2, 2)),  # a step of three chunks
-        (640, "none", (1, 1, 1)),  # two steps of five chunks
-        slow(640, "feature", (2, 1, 1)),
+        (60, "token", (4, 2, 2)),  # a block of 64 tokens
+        slow(640, "none", (1, 1, 1)),  # two steps of three blocks
+        slow(640, "feature", (2, 1, 1)),  # two steps of five blocks, each a piece
         slow(450, "head", (1, 1, 2)),
-        slow(700, "token", (1, 1, 1)),  # eleven steps of one chunk
+        slow(700, "feature", (1, 1, 1)),  # two steps of six blocks, in pieces of two
     ],
 )
 def test_the_delta_form_agrees_with_one_token_at_a_time(length, decay, heads):
@@ -140,10 +140,13 @@ def test_it_is_lowered_where_float64_is_enabled(gate):
         assert kernels_of(*given, platform="tpu") == {"tpu_custom_call"}
 
 
-@pytest.mark.parametrize(("gate", "most"), [(None, 4), (2, 2), (3, 2)])
-def test_kernels_read_and_write_few_bytes(gate, most):
+@pytest.mark.parametrize(
+    ("gate", "delta", "most"),
+    [(None, False, 4), (2, False, 2), (3, False, 2), (2, True, 2.6), (3, True, 2.6)],
+)
+def test_kernels_read_and_write_few_bytes(gate, delta, most):
     """The least is each input and each gradient of the inputs once, in the dtype of the inputs."""
-    function, arrays, ids = program(jnp.bfloat16, gate, (128, 128), "pallas")
+    function, arrays, ids = program(jnp.bfloat16, gate, (128, 128), "pallas", delta)
     inputs = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays.values())
     output = 2 * math.prod(arrays["query"].shape)
     found = kernel_bytes(function, arrays, ids, platform="tpu")

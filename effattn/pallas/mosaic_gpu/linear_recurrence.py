@@ -33,7 +33,7 @@ from effattn.pallas.mosaic_gpu import (
 )
 from effattn.pallas.mosaic_gpu.recurrence_plan import CHUNK, Plan, running_sums
 from effattn.pallas.recurrence import Arrays, Gradients, How
-from effattn.pallas.recurrence_delta import Chunks, cut
+from effattn.pallas.recurrence_delta import Chunks, DeltaKernels, cut, with_delta
 
 LIMITS = dispatch.Limits(
     ("bfloat16",),
@@ -140,9 +140,8 @@ def _corrected(how, arrays, chunks, state, *, reverse):
     operands = {name: getattr(chunks, name) for name in ("recalled", "key", "value")}
     operands["kept"] = chunks.kept[..., 0]
     if reverse:
-        # A walk is linear: each head of the output has a walk of its own over what it reads. Where
-        # devices share a value head, there are more of these heads than in `plan`.
-        group = chunks.query.shape[3]
+        # A walk is linear: each head of the output has a walk of its own over what it reads.
+        group = plan.group
         operands |= {
             name: jnp.repeat(operands[name], group, 1) for name in ("recalled", "key", "kept")
         }
@@ -157,7 +156,10 @@ def _corrected(how, arrays, chunks, state, *, reverse):
     return found, states, last[..., :features, :values]
 
 
-KERNELS = recurrence.Kernels(_forward, _backward, _read, _gradients, _correct, _correct_back)
+KERNELS = with_delta(
+    recurrence.Kernels(_forward, _backward),
+    DeltaKernels(_read, _gradients, _correct, _correct_back),
+)
 
 
 class _ByToken:

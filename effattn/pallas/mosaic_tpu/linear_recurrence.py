@@ -1,9 +1,8 @@
 """Linear recurrence for TPUs, lowered by Mosaic.
 
 `recurrence_blocks` has the mathematics of a block of tokens, `recurrence_steps` the grid of a
-kernel, `recurrence_plain` the kernels of the plain form, and `recurrence_delta_steps` those of the
-delta form. A step has all query heads of one value head, so the number of these query heads is
-limited (`GROUP_LANES`).
+kernel, and `recurrence_kernels` the kernels. A step has all query heads of one value head, so the
+number of these query heads is limited (`GROUP_LANES`).
 """
 
 import jax
@@ -12,7 +11,7 @@ from jax.experimental import pallas as pl
 from effattn import dispatch
 from effattn.interfaces.linear_recurrence import Config, Inputs
 from effattn.pallas import recurrence
-from effattn.pallas.mosaic_tpu import recurrence_delta_steps, recurrence_plain
+from effattn.pallas.mosaic_tpu import recurrence_kernels
 from effattn.pallas.mosaic_tpu.recurrence_steps import LANES
 
 # Largest number of lanes of the query heads of a value head and of their output gradients, with
@@ -50,13 +49,4 @@ def backward(config: Config, x: Inputs, saved, d_output, d_state) -> Inputs:
     return recurrence.backward(KERNELS, config, x, saved, d_output, d_state)
 
 
-KERNELS = recurrence.Kernels(
-    forward=recurrence_plain.forward,
-    backward=recurrence_plain.backward,
-    read=recurrence_delta_steps.read,
-    gradients=recurrence.gradients_of_blocks(
-        recurrence_delta_steps.d_query, recurrence_delta_steps.d_key
-    ),
-    correct=recurrence_delta_steps.correct,
-    correct_back=recurrence_delta_steps.correct_back,
-)
+KERNELS = recurrence.Kernels(recurrence_kernels.forward, recurrence_kernels.backward)

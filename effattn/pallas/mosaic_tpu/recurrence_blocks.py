@@ -18,6 +18,7 @@ Shapes: C tokens, F features, D values.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ class Plan:
       batch: B.
       query_heads, key_heads, value_heads: N, K and V.
       decay: one decay per "token", or one per "feature" of a token; None without decay.
+      has_delta: whether values are corrected (the delta form).
       how: execution options.
       tokens: C, tokens in a block.
       blocks: number of blocks.
@@ -48,6 +50,7 @@ class Plan:
     key_heads: int
     value_heads: int
     decay: str | None
+    has_delta: bool
     how: How
     tokens: int
     blocks: int
@@ -60,7 +63,8 @@ class Plan:
             decay = "token" if arrays.log_decay.ndim == 3 else "feature"
         batch, length, query_heads, _ = arrays.query.shape
         heads = query_heads, arrays.key.shape[2], arrays.value.shape[2]
-        return cls(batch, *heads, decay, how, tokens, pl.cdiv(length, tokens))
+        has_delta = arrays.recalled is not None
+        return cls(batch, *heads, decay, has_delta, how, tokens, pl.cdiv(length, tokens))
 
     @property
     def heads(self) -> int:
@@ -147,9 +151,16 @@ class Decays:
             return _sums(where, self.log)
         return jnp.sum(jnp.where(where, self.log, 0), 1, keepdims=True)
 
-    def since_start(self):
-        """Decays `(C, f)`, f = F or 1, from the start of the block to each token's read."""
-        return None if self.log is None else jnp.exp(self.sums(self.across <= self.down))
+    def since_start(self, before: bool = False):
+        """Decays `(C, f)`, f = F or 1, from the start of the block to each token's read.
+
+        With `before`, tokens read the state before them, which has not decayed at these tokens.
+        """
+        return None if self.log is None else jnp.exp(self.sums(self.earlier(before)))
+
+    def earlier(self, before: bool):
+        """Mask of the tokens j up to token i, or before token i."""
+        return self.across < self.down if before else self.across <= self.down
 
     def until_end(self):
         """Decays `(C, f)` from each token's write to the end of the block."""
@@ -164,30 +175,44 @@ class Decays:
             return jnp.exp(_sums_of_columns(self.log, every, 0))
         return jnp.exp(jnp.sum(self.log, 1, keepdims=True))
 
-    def gradient(self, crossing: jax.Array, at_end: jax.Array) -> jax.Array:
+    def gradient(
+        self, crossing: jax.Array, at_end: jax.Array, before: jax.Array | None = None
+    ) -> jax.Array:
         """Gradient of the log decays, in their shape; see `effattn.pallas.recurrence`.
 
         Args:
           crossing: q dq - k dk of each token, `(C, F)`.
           at_end: products of the state with its gradient at the end of the block, `(F, D)`.
+          before: in the delta form b db of each token, which reads the state before it, `(C, F)`.
         """
         assert self.log is not None
         if self.plan.decay == "feature":
-            since = _sums(self.across >= self.down, crossing)
+            gradient = _sums(self.across >= self.down, crossing)
+            if before is not None:
+                gradient += _sums(self.across > self.down, before)
             every = jnp.ones((1, at_end.shape[1]), bool)
-            gradient = since + _sums(every, at_end, 1)
+            gradient += _sums(every, at_end, 1)
         else:
-            crossing = jnp.sum(crossing, 1, keepdims=True)
-            since = jnp.where(self.down >= self.across, crossing, 0)
-            gradient = jnp.sum(since, 0, keepdims=True) + jnp.sum(at_end)
+
+            def later(x, where):
+                of_rows = jnp.where(where, jnp.sum(x, 1, keepdims=True), 0)
+                return jnp.sum(of_rows, 0, keepdims=True)
+
+            gradient = later(crossing, self.down >= self.across) + jnp.sum(at_end)
+            if before is not None:
+                gradient += later(before, self.down > self.across)
         return jnp.where(self.log <= FORGETS, 0, gradient)
 
 
 class Pairs:
-    """Products of queries i and decayed keys j of a block, `(C, C)`, and their gradients."""
+    """Products of queries i and decayed keys j of a block, `(C, C)`, and their gradients.
 
-    def __init__(self, at: Decays):
+    A query reads the state after its token or, with `before`, the state before it.
+    """
+
+    def __init__(self, at: Decays, before: bool = False):
         self.plan, self.log, self.down, self.across = at.plan, at.log, at.down, at.across
+        self.before, self.visible = before, at.earlier(before)
         if self.plan.decay == "feature":
             bits = range(self.plan.tokens.bit_length() - 1)
             self.halvings = [self._halving(at, bit) for bit in bits]
@@ -201,25 +226,28 @@ class Pairs:
         """
         second, key_second = (self.down >> bit) & 1 == 1, (self.across >> bit) & 1 == 1
         block = self.down >> (bit + 1) == self.across >> (bit + 1)
-        since = second & key_second & (self.across <= self.down)
+        since = second & key_second & self.visible
         until = ~second & ~key_second & (self.across > self.down)
         return second & ~key_second & block, jnp.exp(at.sums(block & (since | until)))
 
     def _alike(self):
-        """Decays `(C, C)` from j to i if all features decay equally; 0 where i comes before j."""
-        visible = self.across <= self.down
+        """Decays `(C, C)` from j to i if all features decay equally; 0 where i does not read j."""
         if self.log is None:
-            return jnp.where(visible, 1.0, 0.0)
-        logs = _sums_of_columns(jnp.where(visible, self.log, 0), self.down > self.across, 1)
-        return jnp.where(visible, jnp.exp(logs), 0)
+            return jnp.where(self.visible, 1.0, 0.0)
+        logs = jnp.where(self.visible, self.log, 0)
+        return jnp.where(
+            self.visible, jnp.exp(_sums_of_columns(logs, self.down > self.across, 1)), 0
+        )
 
     def products(self, query, key):
         """Returns the weights `(C, C)`, the decayed products of queries and keys."""
         product = self.plan.dot
         if self.plan.decay != "feature":
             return product(query, key, (1, 1)) * self.alike
-        own = jnp.sum(query * key, 1, keepdims=True)
-        weights = jnp.where(self.down == self.across, own, 0)
+        weights: Any = 0
+        if not self.before:
+            own = jnp.sum(query * key, 1, keepdims=True)
+            weights = jnp.where(self.down == self.across, own, 0)
         for parted, decay in self.halvings:
             weights += jnp.where(parted, product(query * decay, key * decay, (1, 1)), 0)
         return weights
@@ -241,3 +269,71 @@ class Pairs:
         if self.log is not None:
             d_products = jnp.where(self.down == self.across, 0, d_products)
         return product(d_products, array, contract)
+
+
+def unit_inverses(plan: Plan, systems: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The inverses of I + each of `systems`, `(C, C)`, which are strictly lower triangular.
+
+    Blocks on the diagonal are inverted first, and then twice as large ones: the inverse of
+    [[A, 0], [C, D]] is that of A and of D and, below the diagonal, -D^-1 C A^-1. Each step is done
+    for all systems, so that the compiler overlaps their products.
+    """
+    square = plan.tokens, plan.tokens
+    down, across = (lax.broadcasted_iota(jnp.int32, square, axis) for axis in (0, 1))
+    found = [jnp.where(down == across, 1.0, 0.0)] * len(systems)
+    for bit in range(plan.tokens.bit_length() - 1):
+        is_below = (down >> bit) ^ (across >> bit) == 1
+        below = [jnp.where(is_below, system, 0) for system in systems]
+        if bit:
+            below = [plan.dot(x, part) for x, part in zip(found, below, strict=True)]
+            below = [plan.dot(part, x) for x, part in zip(found, below, strict=True)]
+        found = [x - part for x, part in zip(found, below, strict=True)]
+    return found
+
+
+class Corrections:
+    """Corrected values X = T V - (T B) S of a block; see `effattn.pallas.recurrence_delta`.
+
+    Attributes:
+      recalled: keys b, `(C, F)`.
+      pairs: products P of keys b and k.
+      since_start: decays `(C, f)` of the state that the keys b read; None without decay.
+    """
+
+    def __init__(self, at: Decays, recalled: jax.Array):
+        self.plan, self.recalled = at.plan, recalled
+        self.pairs, self.since_start = Pairs(at, before=True), at.since_start(before=True)
+
+    def reads(self) -> jax.Array:
+        """B, the keys b that read the state before the block, `(C, F)`."""
+        return times(self.recalled, self.since_start)
+
+    def gradients(
+        self,
+        inverse: jax.Array,
+        d_corrected: jax.Array,
+        corrected: jax.Array,
+        key: jax.Array,
+        state: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Gradients through the corrected values.
+
+        Args:
+          inverse: T, `(C, C)`.
+          d_corrected: gradient of X, `(C, D)`.
+          corrected: X, `(C, D)`.
+          key: keys k, `(C, F)`.
+          state: state before the block, `(F, D)`.
+
+        Returns:
+          Gradients of the values, of the keys b, of the keys k, and of the state.
+        """
+        dot = self.plan.dot
+        d_value = dot(inverse, d_corrected, (0, 0))
+        # The recalled values B S + P X have the gradient -d_value.
+        d_pairs = -dot(d_value, corrected, (1, 1))
+        d_recalled = self.pairs.gradient(d_pairs, key, (1, 0))
+        d_recalled -= times(dot(d_value, state, (1, 1)), self.since_start)
+        d_key = self.pairs.gradient(d_pairs, self.recalled, (0, 0))
+        d_state = -dot(self.reads(), d_value, (0, 0))
+        return d_value, d_recalled, d_key, d_state

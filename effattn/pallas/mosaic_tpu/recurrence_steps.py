@@ -43,7 +43,6 @@ class Steps:
       count: number of steps.
       blocks: blocks in a step.
       is_reversed: whether the grid goes from the last step to the first.
-      has_end: whether the grid has one more step, at the end of the sequence, which has no tokens.
     """
 
     plan: Plan
@@ -51,7 +50,6 @@ class Steps:
     count: int
     blocks: int
     is_reversed: bool = False
-    has_end: bool = False
 
     @classmethod
     def of(cls, how: How, arrays: Arrays) -> "Steps":
@@ -68,24 +66,9 @@ class Steps:
         count = pl.cdiv(plan.blocks, max(fitting(plan.tokens), 1))
         return cls(plan, length, count, pl.cdiv(plan.blocks, count))
 
-    @classmethod
-    def of_chunks(cls, how: How, arrays: Arrays) -> "Steps":
-        """Steps of chunks of `BLOCK` tokens, as many as fit and divide the number of chunks."""
-        plan = Plan.of(how, arrays)
-        of_chunk = 4 * (plan.group + 2) * sum(_lanes(x.shape[-1]) for x in arrays[1:3])
-        of_block = 2 * (_bytes_of_token(plan, arrays) + of_chunk) * BLOCK
-        most = BUFFERS // (of_block + 4 * _bytes_of_state(arrays))
-        most = max(min(most, STEP // BLOCK), 1)
-        blocks = next(n for n in range(most, 0, -1) if plan.blocks % n == 0)
-        return cls(plan, arrays.query.shape[1], plan.blocks // blocks, blocks)
-
     def reversed(self) -> "Steps":
         """The same steps, from the last to the first."""
         return dataclasses.replace(self, is_reversed=True)
-
-    def with_end(self) -> "Steps":
-        """The same steps, and the end of the sequence."""
-        return dataclasses.replace(self, has_end=True)
 
     @property
     def size(self) -> int:
@@ -93,14 +76,8 @@ class Steps:
         return self.blocks * self.plan.tokens
 
     def _at(self, n):
-        """The step of tokens at an index of the grid; at the end, the last step is loaded again."""
-        if not self.has_end:
-            return self.count - 1 - n if self.is_reversed else n
-        return jnp.minimum(self._at_or_end(n), self.count - 1)
-
-    def _at_or_end(self, n):
-        """The step of a step of the grid, of which the end is the step `count`."""
-        return self.count - n if self.is_reversed else n
+        """The step of tokens at an index of the grid."""
+        return self.count - 1 - n if self.is_reversed else n
 
     def tokens(self, x: jax.Array, share: int = 1, group: int | None = None) -> Placed:
         """`(B, T, heads, size)` as `(B, heads, T', size)`; `share` programs read the same heads."""
@@ -151,25 +128,6 @@ class Steps:
         shape = *heads, self.count, features, values
         return jax.ShapeDtypeStruct(shape, state.dtype), spec
 
-    def chunks(self, x: Any) -> Placed:
-        """Arrays of chunks `(B, V, n, ...)`."""
-        shape = None, None, self.blocks, *x.shape[3:]
-        zeros = (0,) * (len(x.shape) - 3)
-        return x, pl.BlockSpec(shape, lambda b, h, n: (b, h, self._at(n), *zeros))
-
-    def at_ends(self, states: Any) -> Placed:
-        """States `(B, V, n + 1, F, D)` before each chunk, and at the end."""
-        shape = None, None, self.blocks, *states.shape[3:]
-        return states, pl.BlockSpec(shape, lambda b, h, n: (b, h, self._at_or_end(n), 0, 0))
-
-    def next_step(self, states: jax.Array) -> Placed:
-        """The state after the last chunk of the step, of states `(B, V, n + 1, F, D)`."""
-
-        def place(b, h, n):
-            return b, h, (self._at(n) + 1) * self.blocks, 0, 0
-
-        return states, pl.BlockSpec((None, None, None, *states.shape[3:]), place)
-
     def call(
         self,
         kernel: Callable[..., None],
@@ -184,7 +142,7 @@ class Steps:
         interpreter = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
         return pl.pallas_call(
             functools.partial(kernel, self),
-            grid=(plan.batch, plan.value_heads, self.count + self.has_end),
+            grid=(plan.batch, plan.value_heads, self.count),
             in_specs=[spec for _, spec in inputs],
             out_specs=[spec for _, spec in results],
             out_shape=[
@@ -200,28 +158,34 @@ class Steps:
 
     # In kernels.
 
-    def is_end(self) -> jax.Array:
-        """True at the end of the sequence."""
-        return self._at_or_end(pl.program_id(2)) == self.count
-
-    def each(self, body: Callable[[Any], None], in_order: bool = True) -> None:
-        """Calls `body(block)` for each block of the step, in order or in reverse.
+    def each(
+        self,
+        body: Callable[[Any, Any], None],
+        in_order: bool = True,
+        prepare: Callable[[Sequence[Any]], Sequence[Any]] = list,
+    ) -> None:
+        """Calls `body(block, prepared)` for each block of the step, in order or in reverse.
 
         The code of all blocks is in one piece, so that the compiler overlaps them. With decays of
-        features this code is long, and a loop has that of at most two blocks.
+        features this code is long, and a loop has that of at most two blocks. `prepare` is called
+        before for the blocks of a piece, and returns an argument of `body` for each.
         """
+
+        def piece(blocks):
+            for block, prepared in zip(blocks, prepare(blocks), strict=True):
+                body(block, prepared)
+
         order: Any = range(self.blocks) if in_order else range(self.blocks - 1, -1, -1)
         if self.plan.decay != "feature" or self.blocks <= 2:
-            for at in order:
-                body(at)
+            piece(order)
             return
 
         together, start = 2 - self.blocks % 2, np.int32(order[0])
         step = np.int32(order[1] - order[0])
 
         def some(n, carry):
-            for more in range(together):
-                body(start + step * (n * np.int32(together) + np.int32(more)))
+            first = n * np.int32(together)
+            piece([start + step * (first + np.int32(more)) for more in range(together)])
             return carry
 
         lax.fori_loop(jnp.int32(0), jnp.int32(self.blocks // together), some, 0)
@@ -254,13 +218,17 @@ def _lanes(size):
 def _bytes_of_token(plan, arrays):
     """Bytes of the arrays of a token in the backward pass, which has most of them.
 
-    These are the inputs, and in float32 their gradients and d_out.
+    These are the inputs, and in float32 their gradients and d_out. Half of the bytes of scratch
+    memory of a token are added, as there are two of the other arrays.
     """
     heads = (arrays.query, plan.group), (arrays.key, 1), (arrays.value, 1)
     found = sum(n * _lanes(x.shape[-1]) * (x.dtype.itemsize + 4) for x, n in heads)
     if arrays.scale is not None:  # XLA gives queries with a scale in float32
         found += plan.group * _lanes(arrays.query.shape[-1]) * (4 - arrays.query.dtype.itemsize)
     found += 4 * plan.group * _lanes(arrays.value.shape[-1])
+    if plan.has_delta:
+        found += 8 * _lanes(arrays.key.shape[-1])
+        found += 2 * (_lanes(arrays.value.shape[-1]) + _lanes(plan.tokens))
     return found + 8 * _lanes(arrays.key.shape[-1]) * (plan.decay == "feature")
 
 

@@ -43,6 +43,7 @@ from effattn.dispatch import device
 from effattn.interfaces.linear_recurrence import Config, Inputs
 from effattn.pallas import recurrence
 from effattn.pallas.recurrence import BLOCK, Arrays
+from effattn.pallas.recurrence_delta import DeltaKernels, with_delta
 from effattn.pallas.triton.recurrence_tiles import (
     TILE,
     Program,
@@ -112,12 +113,11 @@ def _corrected_back(how, arrays: Arrays, chunks, d_state):
     return _walked_whole(plan_of(how, arrays), _correct_back, chunks, d_state)
 
 
-KERNELS = recurrence.Kernels(
-    **recurrence.by_blocks(_states, _gradients_of_states, _read, _d_query, _d_key, _d_value),
-    read=_read,
-    gradients=recurrence.gradients_of_blocks(_d_query, _d_key),
-    correct=_corrected,
-    correct_back=_corrected_back,
+KERNELS = with_delta(
+    recurrence.by_blocks(_states, _gradients_of_states, _read, _d_query, _d_key, _d_value),
+    DeltaKernels(
+        _read, recurrence.gradients_of_blocks(_d_query, _d_key), _corrected, _corrected_back
+    ),
 )
 
 
