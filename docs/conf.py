@@ -73,4 +73,5 @@ html_css_files = ["site.css", "gallery.css"]
 
 html_theme = "sphinx_book_theme"
 html_title = "effattn"
+html_theme_options = {"collapse_navbar": True}
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system

@@ -149,8 +149,7 @@ def table(rows: Sequence[Row]) -> str:
         "A step of exact attention has 512 queries and up to 2,048 keys (in the kernel of keys, "
         "512 keys and up to 2,048 queries), and loops over tiles of 512. Its body is the code of a "
         "tile without the masks. A step of a recurrence has 512 tokens: four blocks, or eight with "
-        "decays of features or the delta rule. With decays of features, loops have the code of two "
-        "blocks.",
+        "decays of features. With decays of features, loops have the code of two blocks.",
         "",
         "| chip | call | kernel | bundles | of the body | matrix unit | vector unit | loads "
         "| stores | exponentials | spills | VMEM |",
