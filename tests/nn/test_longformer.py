@@ -234,12 +234,11 @@ def test_padding_and_other_documents_reach_nothing():
     )
     padded, lengths = x.copy(), np.array([6, 12])
     padded[0, 6:] = np.nan
-    y = call(mixer, padded, lengths, np.ones((2, LENGTH), int), GLOBAL)
+    y = call(mixer, padded, lengths, np.ones((2, LENGTH), int), global_mask=GLOBAL)
     close(y[0, :6], first[0])
     ids = np.tile(np.repeat([1, 2], 6), (2, 1))
-    close(
-        call(mixer, x, np.array([LENGTH, LENGTH]), ids, GLOBAL), np.concatenate([first, second], 1)
-    )
+    y = call(mixer, x, np.array([LENGTH, LENGTH]), ids, global_mask=GLOBAL)
+    close(y, np.concatenate([first, second], 1))
 
 
 @pytest.mark.parametrize(

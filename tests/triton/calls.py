@@ -44,6 +44,7 @@ def calls_of(function: Any, *arguments: Any) -> list[Any]:
         return [jnp.zeros(each.shape, each.dtype) for each in types]
 
     _trace(record, function, *arguments)
+    assert calls, "the program calls no kernel"
     return list({repr(call): call for call in calls}.values())
 
 
@@ -56,17 +57,19 @@ def bytes_of_calls(function: Any, *arguments: Any) -> int:
         return [jnp.zeros(each.shape, each.dtype) for each in types]
 
     _trace(record, function, *arguments)
+    assert moved, "the program calls no kernel"
     return sum(moved)
 
 
 def _trace(record, function, *arguments):
-    """Traces a program, with `record` in place of the calls of kernels."""
+    """Lowers a program, with `record` in place of the calls of kernels."""
     jax.clear_caches()  # functions that are traced already would call no kernel
     with (
         mock.patch.object(launch, "_on_gpu", record),
         mock.patch.object(launch, "refusal", no_refusal),
     ):
-        jax.eval_shape(function, *arguments)
+        # Calls of kernels are operations, which run `record` when they are lowered.
+        jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
 def no_refusal() -> None:
