@@ -73,5 +73,6 @@ html_css_files = ["site.css", "gallery.css"]
 
 html_theme = "sphinx_book_theme"
 html_title = "effattn"
+# The sidebar has the current section only: the whole one would take half of the time of the build.
 html_theme_options = {"collapse_navbar": True}
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system

@@ -93,8 +93,8 @@ def write_backward(cell: str, module: ir.Module, name: str, lanes: int) -> None:
     """
 
     # Step 0 computes the carries before the chunks. Steps 1 to T each pull the gradients back
-    # through one token, T - n in step n. Steps 2 to T + 1 first add the products with R^T of the
-    # step before; step T + 1 then writes the gradient of the carry.
+    # through one token, T - n in step n. Steps 2 to T + 1 first add the product of R^T and
+    # the gradients of the step before; step T + 1 then writes the gradient of the carry.
     def step(walk: Walk, number: Any) -> None:
         code, tokens = walk.code, walk.tokens
         state, d_state = (walk.scratch[name] for name in ("state", "d_state"))

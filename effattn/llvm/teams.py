@@ -60,7 +60,7 @@ class Team(NamedTuple):
         code.builder.atomic_rmw("add", self.line(code, member), code.integer(1), "release")
 
     def behind(self, code: Code, step: Any) -> tuple[Any, Any]:
-        """Returns whether any member has done fewer steps, and whether such a one is unclaimed."""
+        """Returns whether any members have done fewer steps, and whether one of these is free."""
         builder = code.builder
         late, unclaimed = code.variable(code.false()), code.variable(code.false())
         with code.loop(0, self.members) as other:
@@ -109,8 +109,9 @@ def join(code: Code, team: Team, first: Any, run: Callable[[Any], None]) -> None
 def take_steps(code: Code, team: Team, member: Any, step: Callable[[Any], None]) -> None:
     """Generates the steps of a claimed member.
 
-    The thread leaves the member when all its steps are done, when another thread claims it, or when
-    a due step of another member has stayed unclaimed for more than `_LOOKS` looks.
+    The thread leaves the member when all steps of the member are done, when another thread claims
+    the member, or when a due step of another member has stayed unclaimed for more than `_LOOKS`
+    looks.
 
     Args:
       code: the function of the member.

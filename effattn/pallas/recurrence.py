@@ -157,6 +157,8 @@ def by_blocks(
 ) -> Kernels:
     """Kernels of the plain form, by walks and by kernels for all blocks at once.
 
+    The first argument of each function is `How`; it is not listed.
+
     Args:
       states: `(arrays, state) ->` the states before each block and after the last block,
         `(B, V, n + 1, F', D')`.
@@ -192,8 +194,9 @@ def gradients_of_blocks(
 ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]:
     """Gradients of queries, keys and log decays, by a kernel for queries and one for keys.
 
-    The function has the arguments `(how, arrays, states, gradients of states, d_out)`. States are
-    those before each block and after the last block, `(B, V, n + 1, F', D')`.
+    Returns a function of `(arrays, states, gradients of states, d_out)`. States are those before
+    each block and after the last block, `(B, V, n + 1, F', D')`. The first argument of each
+    function is `How`; it is not listed.
 
     Args:
       d_query: `(arrays, states, d_out) -> (B, T, heads, F)`, the gradient of the queries. With
@@ -314,7 +317,7 @@ def backward(
     summed, to_arguments = jax.vjp(sums, x.parameters, x.queries, x.keys)
     arrays, read = _narrow(config, x, summed), None
     state = _one_batch(x.state, 3)
-    if summed.is_output(config):  # XLA adds nothing to gradients
+    if summed.is_output(config):  # no terms are added to the gradients here
         how = how._replace(dtype=config.dtype)
     if config.normalized:
         read, _ = kernels.forward(how, arrays, state)

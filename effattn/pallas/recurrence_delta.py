@@ -15,7 +15,7 @@ the decay of the whole chunk. P holds the decayed products of b_i with k_j for j
 inverse of I + P, X = T V - (T B) S. XLA computes T V, T B and K of all chunks at once
 (`effattn.xla.recurrent_chunks`); a kernel walks over the chunks with two products per chunk. Other
 kernels compute the output and the gradients of all blocks from the states that walks have saved.
-TPUs do all of this in the kernels of the plain form (`mosaic_tpu.recurrence_kernels`).
+This file is for GPUs. On TPUs, `mosaic_tpu.recurrence_kernels` has the kernels of both forms.
 
 Backward. Let G and G' be the full gradients of S and S', and dY the gradient of the output that Q
 reads:
@@ -28,8 +28,8 @@ from the gradient of x in the plain recurrence. This is not done: that gradient 
 later tokens as if nothing had been removed from the state, and subtracting these large reads again
 would lose digits.
 
-Memory is O(T (F + D + C)). Shapes are those of `effattn.pallas.recurrence`; C is a power of two. In
-shapes, G is the number of heads of the output that read one value head.
+On GPUs, memory is O(T (F + D + C)). Shapes are those of `effattn.pallas.recurrence`; C is a power
+of two. In shapes, G is the number of heads of the output that read one value head.
 """
 
 from collections.abc import Callable
@@ -67,10 +67,10 @@ class Chunks(NamedTuple):
 class DeltaKernels(NamedTuple):
     """Kernels of one device for the delta form; the first argument of each is `How`.
 
-    Saved states are arrays `(B, V, blocks, F', D')`, with the states before each block of `BLOCK`
-    tokens first; F' and D' include padding with zeros for the device. Saved gradients of states are
-    those from reads in later blocks. Only these kernels read them, so their order is up to these
-    kernels. `arrays` has the corrected values in `read` and `gradients`.
+    Saved states are arrays `(B, V, m, F', D')` with m >= n: the first n are the states before the
+    blocks of `BLOCK` tokens. F' and D' include padding with zeros for the device. Saved gradients
+    of states are those from reads in later blocks. They may be in any order, as only `gradients` of
+    the same device reads them. `arrays` has the corrected values in `read` and `gradients`.
 
     Attributes:
       read: `(arrays, saved states) -> (B, T, heads, D)`, the output, in the dtype of `How`.
@@ -78,7 +78,9 @@ class DeltaKernels(NamedTuple):
         queries, keys and log decays, as in `Gradients`.
       correct: `(arrays, chunks of BLOCK tokens, state (B, V, F, D)) -> X (B, V, n, BLOCK, D)`,
         saved states, and the state after the last chunk.
-      correct_back: the same for gradients, from the last chunk to the first.
+      correct_back: the same for gradients, from the last chunk to the first:
+        `(arrays, chunks, d_state (B, V, F, D)) -> dX (B, V, n, BLOCK, D)`, saved gradients of
+        states, and the gradient of the first state.
     """
 
     read: Callable[..., jax.Array]
@@ -87,23 +89,23 @@ class DeltaKernels(NamedTuple):
     correct_back: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
-def with_delta(plain: Kernels, steps: DeltaKernels) -> Kernels:
+def with_delta(plain: Kernels, delta: DeltaKernels) -> Kernels:
     """Kernels of both forms, from those of the plain form and those for corrected values."""
 
     def forward(how, arrays, state):
         if arrays.recalled is None:
             return plain.forward(how, arrays, state)
-        arrays, states, last = _corrected(steps, how, arrays, state)
-        return steps.read(how, arrays, states), last
+        arrays, states, last = _corrected(delta, how, arrays, state)
+        return delta.read(how, arrays, states), last
 
     def backward(how, arrays, state, d_out, d_state):
         if arrays.recalled is None:
             return plain.backward(how, arrays, state, d_out, d_state)
-        how = how._replace(dtype=jnp.float32)  # gradients are sums of those of several steps
+        how = how._replace(dtype=jnp.float32)  # two parts of the gradients are added below
         keys = _Keys.of(arrays)
-        arrays, states, _ = _corrected(steps, how, arrays, state)
-        co_states, d_first, d_value = _corrected_back(steps, how, keys, arrays, d_out, d_state)
-        query, key, log_decay = steps.gradients(how, arrays, states, co_states, d_out)
+        arrays, states, _ = _corrected(delta, how, arrays, state)
+        co_states, d_first, d_value = _corrected_back(delta, how, keys, arrays, d_out, d_state)
+        query, key, log_decay = delta.gradients(how, arrays, states, co_states, d_out)
         more = _through_recalled_values(how, keys, arrays.value, states, d_value)
         if log_decay is not None and more.log_decay is not None:
             log_decay += more.log_decay.reshape(log_decay.shape)
@@ -143,7 +145,7 @@ class _Keys(NamedTuple):
         return jax.tree.map(lambda x: cut(BLOCK, x, x.shape[2]), self)
 
 
-def _corrected(steps, how, arrays, state):
+def _corrected(delta, how, arrays, state):
     """Returns arrays with the corrected values, the saved states, and the last state."""
 
     def of_head(keys, value):
@@ -156,12 +158,12 @@ def _corrected(steps, how, arrays, state):
     value = arrays.value.astype(jnp.float32)
     chunks = over_heads(of_head)(_Keys.of(arrays).cut(), cut(BLOCK, value, value.shape[2]))
     plain = arrays._replace(recalled=None)
-    values, *states = steps.correct(how, plain, chunks, state)
+    values, *states = delta.correct(how, plain, chunks, state)
     return plain._replace(value=_joined(values, value.shape[1])), *states
 
 
-def _corrected_back(steps, how, keys, arrays, d_out, d_state):
-    """Returns the saved gradients of states, the gradient of the first state, and of the values."""
+def _corrected_back(delta, how, keys, arrays, d_out, d_state):
+    """Returns saved gradients of states, and the gradients of the first state and the values."""
     wide, heads = arrays.widened(), arrays.value.shape[2]
 
     def of_head(keys, query, d_out):
@@ -184,7 +186,7 @@ def _corrected_back(steps, how, keys, arrays, d_out, d_state):
 
     reads = by_value_head(wide.query), by_value_head(d_out.astype(jnp.float32))
     chunks = over_heads(of_head)(keys.cut(), *reads)
-    d_value, co_states, d_first = steps.correct_back(how, arrays, chunks, d_state)
+    d_value, co_states, d_first = delta.correct_back(how, arrays, chunks, d_state)
     return co_states, d_first, _joined(d_value, d_out.shape[1])
 
 
@@ -195,7 +197,7 @@ def _through_recalled_values(how, keys, values, states, d_value) -> _Keys:
       how: execution options.
       keys: keys and decays of the tokens.
       values: corrected values X, `(B, T, V, D)`.
-      states: states before the chunks, `(B, V, n, F, D)`.
+      states: saved states, as in `DeltaKernels`.
       d_value: gradient of X, `(B, T, V, D)`; the recalled values have the gradient `-d_value`.
     """
 

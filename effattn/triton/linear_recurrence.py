@@ -15,9 +15,12 @@ from effattn.pallas.recurrence_delta import Chunks, DeltaKernels, with_delta
 from effattn.triton import launch
 
 LIMITS = dispatch.Limits(("float32", "bfloat16", "float16"), 256, "Ampere or later; jax-triton")
-# Largest number of features, and of values, of a tile of the state. A product in full float32 is
-# three products, whose operands take three times the registers.
+# Largest number of features, and of values, of a tile of the state: `TILES` in the walks and in
+# `read`, `TILES_OF_GRADIENTS` in `gradients`. A product in full float32 is three products, whose
+# operands take three times the registers, and `gradients` also keeps an array of all pairs of a
+# block in registers.
 TILES = {"tf32": 64, "tf32x3": 32}
+TILES_OF_GRADIENTS = {"tf32": 64, "tf32x3": 16}
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
@@ -43,6 +46,9 @@ class Plan:
       length, query_heads, key_heads, value_heads, features, values: sizes of the arrays.
       decay: "none", one for a "token", or one for each "feature" of a token.
       precision: of products: "tf32", or "tf32x3" for full float32.
+      tile_f, tile_d: numbers of features and of values of a tile of the state.
+      warps: number of warps of a program: a thread has at most 16 entries of a tile of the state,
+        or 32 of all tiles of a program.
       kept_features: number of decays of a chunk in the delta form: 1, or F.
       with_value: whether the gradients include that of the values.
     """
@@ -55,13 +61,11 @@ class Plan:
     values: int
     decay: str
     precision: str
+    tile_f: int
+    tile_d: int
+    warps: int
     kept_features: int = 1
     with_value: bool = True
-
-    @property
-    def tile(self) -> int:
-        """Largest side of a tile of the state."""
-        return TILES[self.precision]
 
     @property
     def blocks(self) -> int:
@@ -79,16 +83,6 @@ class Plan:
         return self.heads // self.value_heads
 
     @property
-    def tile_f(self) -> int:
-        """Number of features of a tile."""
-        return self._side(self.features)
-
-    @property
-    def tile_d(self) -> int:
-        """Number of values of a tile."""
-        return self._side(self.values)
-
-    @property
     def tiles_f(self) -> int:
         """Number of tiles of features."""
         return -(-self.features // self.tile_f)
@@ -101,30 +95,23 @@ class Plan:
     @property
     def whole_f(self) -> int:
         """Number of features of saved states."""
-        return self.tile_f * self.tiles_f
+        return _whole(self.features, self.precision)
 
     @property
     def whole_d(self) -> int:
         """Number of values of saved states."""
-        return self.tile_d * self.tiles_d
+        return _whole(self.values, self.precision)
 
-    @property
-    def all_f(self) -> int:
-        """Number of features of a program that has all of them (delta form), a power of two."""
-        return launch.power_of_2(self.whole_f)
 
-    @property
-    def narrow(self) -> int:
-        """Number of values of the state slice of a program of the delta form."""
-        return max(launch.MIN_SIDE, min(self.tile_d, self.tile**2 // self.all_f))
+def _side(size: int, most: int) -> int:
+    """Side of a tile, a power of two."""
+    return max(launch.MIN_SIDE, min(most, launch.power_of_2(size)))
 
-    @property
-    def warps(self) -> int:
-        """Number of warps: a thread has at most 16 entries of a tile, 32 of a state slice."""
-        return 8 if self.tile_f == self.tile_d == 64 else 4
 
-    def _side(self, size: int) -> int:
-        return max(launch.MIN_SIDE, min(self.tile, launch.power_of_2(size)))
+def _whole(size: int, precision: str) -> int:
+    """Number of features or values of a saved state: those of whole tiles of the walks."""
+    side = _side(size, TILES[precision])
+    return -(-size // side) * side
 
 
 def _plan(how: How, arrays: Arrays) -> Plan:
@@ -135,7 +122,9 @@ def _plan(how: How, arrays: Arrays) -> Plan:
     key_heads, (value_heads, values) = arrays.key.shape[2], arrays.value.shape[2:]
     precision = "tf32x3" if how.precision == lax.Precision.HIGHEST else "tf32"
     sizes = length, query_heads, key_heads, value_heads, features, values
-    return Plan(*sizes, decay, precision)
+    tile_f, tile_d = (_side(size, TILES[precision]) for size in (features, values))
+    warps = 8 if tile_f == tile_d == 64 else 4
+    return Plan(*sizes, decay, precision, tile_f, tile_d, warps)
 
 
 def _kernels() -> Any:
@@ -183,7 +172,10 @@ def _gradients(how: How, arrays: Arrays, states, co_states, d_out):
 
 def _of_blocks(how, arrays, states, co_states, d_out, *, with_value=True):
     """The gradients of queries, keys, log decays and values (None if not asked)."""
-    plan = dataclasses.replace(_plan(how, arrays), with_value=with_value)
+    plan = _plan(how, arrays)
+    most = TILES_OF_GRADIENTS[plan.precision]
+    tile_f, tile_d = min(plan.tile_f, most), min(plan.tile_d, most)
+    plan = dataclasses.replace(plan, tile_f=tile_f, tile_d=tile_d, with_value=with_value)
     unused = (1,), jnp.float32
     query, key, value = (
         ((plan.length, plan.heads, array.shape[3]), _narrowest(how, array, plan.heads == heads))
@@ -243,9 +235,13 @@ def _corrected_back(how: How, arrays: Arrays, chunks: Chunks, d_state: jax.Array
 
 def _walk_whole(how, arrays, name, chunks, operands):
     """Returns corrected values `(B, V, n, C, D)`, saved states, and the last state."""
-    plan = dataclasses.replace(_plan(how, arrays), kept_features=chunks.kept.shape[3])
+    plan = _plan(how, arrays)
+    # A program has all features of these values, as many numbers as in one whole tile.
+    most = TILES[plan.precision] ** 2 // launch.power_of_2(plan.whole_f)
+    tile_d = max(launch.MIN_SIDE, min(plan.tile_d, most))
+    plan = dataclasses.replace(plan, tile_d=tile_d, kept_features=chunks.kept.shape[3])
     corrected = (plan.value_heads, plan.blocks, BLOCK, plan.values), jnp.float32
-    grid = 1, plan.value_heads, plan.whole_d // plan.narrow
+    grid = 1, plan.value_heads, plan.whole_d // plan.tile_d
     results = [corrected, _saved(plan, arrays), _state(plan)]
     return _call(how, plan, name, grid, operands, results, stages=1)
 

@@ -5,9 +5,9 @@ C = 64 tokens. There are no atomics, and the order of every sum is fixed. There 
 kernel:
 
 - Walks go through the sequence block by block and save the state, or its gradient, between blocks.
-  A program has one tile of the state in registers (`walk`, `walk_back`), or in the delta form all
-  features of a few values (`correct`, `correct_back`), as a corrected value depends on all
-  features of the state before.
+  A program has one tile of the state in registers (`walk`, `walk_back`), or in the delta form the
+  tiles of all features of a few values (`correct`, `correct_back`), as a corrected value depends on
+  all features of the state before.
 - Kernels of blocks compute the output (`read`) or all gradients (`gradients`) of all blocks in
   parallel, from the saved states. A program computes one tile `(C, d)` of the output, or the
   gradients of one block.
@@ -69,18 +69,19 @@ def walk_back(query, scale, d_out, log_decay, last, co_states, first, plan: tl.c
 
 
 # Walks of the delta form, see `effattn.pallas.recurrence_delta`: X = value - recalled S and
-# S' = kept S + key^T X. Grid: examples, value heads, slices of values.
+# S' = kept S + key^T X. The state of a program is a tuple of tiles, so that no product has operands
+# that do not fit in registers. Grid: examples, value heads, tiles of values.
 
 
 @triton.jit
 def correct(recalled, key, kept, value, initial, corrected, states, last, plan: tl.constexpr):
     """Writes corrected values `(B, V, n, C, D)`, and saves the states as `walk` does."""
     b, v, d = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    state = _load_slice(plan, initial, b, v, d)
+    state = _load_tiles(plan, initial, b, v, d)
     for n in range(plan.blocks):
-        _save_slice(plan, states, b, v, n, d, state)
+        _save_tiles(plan, states, b, v, n, d, state)
         state = _corrected(plan, recalled, key, kept, value, corrected, b, v, n, d, state)
-    _store_slice(plan, last, b, v, d, state)
+    _store_tiles(plan, last, b, v, d, state)
 
 
 @triton.jit
@@ -93,37 +94,55 @@ def correct_back(
     The gradient of the state before a block also gets query^T d_out.
     """
     b, v, d = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    state = _load_slice(plan, last, b, v, d)
+    state = _load_tiles(plan, last, b, v, d)
     for step in range(plan.blocks):
         n = plan.blocks - 1 - step
-        _save_slice(plan, co_states, b, v, n, d, state)
+        _save_tiles(plan, co_states, b, v, n, d, state)
         state = _corrected(plan, recalled, key, kept, value, corrected, b, v, n, d, state)
         for g in range(plan.group):
             at = ((b * plan.value_heads + v) * plan.blocks + n) * plan.group + g
-            queries = _chunk(query, at, plan.features, 0, plan.all_f)
-            d_read = _chunk(d_out, at, plan.values, d, plan.narrow)
-            state += _dot(plan, tl.trans(queries), d_read)
-    _store_slice(plan, first, b, v, d, state)
+            d_read = _chunk(d_out, at, plan.values, d, plan.tile_d)
+            state = _with_products(plan, query, at, d_read, state)
+    _store_tiles(plan, first, b, v, d, state)
 
 
 @triton.jit
 def _corrected(plan: tl.constexpr, recalled, key, kept, value, corrected, b, v, n, d, state):
     """Writes the corrected values of a block; returns the state after it."""
     at = (b * plan.value_heads + v) * plan.blocks + n
-    recalls = _chunk(recalled, at, plan.features, 0, plan.all_f)
-    found = _chunk(value, at, plan.values, d, plan.narrow) - _dot(plan, recalls, state)
-    row, column = tl.arange(0, C), d * plan.narrow + tl.arange(0, plan.narrow)
+    found = _chunk(value, at, plan.values, d, plan.tile_d)
+    for f in tl.static_range(tl.constexpr(plan.tiles_f)):
+        recalls = _chunk(recalled, at, plan.features, f, plan.tile_f)
+        found -= _dot(plan, recalls, state[f])
+    row, column = tl.arange(0, C), d * plan.tile_d + tl.arange(0, plan.tile_d)
     place = corrected + at.to(tl.int64) * (C * plan.values)
     place += row[:, None] * plan.values + column[None, :]
     tl.store(place, found, mask=column[None, :] < plan.values)
+    left = ()
+    for f in tl.static_range(tl.constexpr(plan.tiles_f)):
+        left += (state[f] * _kept(plan, kept, at, f),)  # type: ignore[assignment]
+    return _with_products(plan, key, at, found, left)
+
+
+@triton.jit
+def _kept(plan: tl.constexpr, kept, at, f):
+    """The part of a tile of the state that a block keeps: a number, or `(f, 1)`."""
     if plan.kept_features == 1:
-        left = state * tl.load(kept + at)
+        return tl.load(kept + at)
     else:
-        feature = tl.arange(0, plan.all_f)
+        feature = f * plan.tile_f + tl.arange(0, plan.tile_f)
         place = kept + at.to(tl.int64) * plan.features + feature
-        left = state * tl.load(place, mask=feature < plan.features, other=0.0)[:, None]
-    keys = _chunk(key, at, plan.features, 0, plan.all_f)
-    return left + _dot(plan, tl.trans(keys), found)
+        return tl.load(place, mask=feature < plan.features, other=0.0)[:, None]
+
+
+@triton.jit
+def _with_products(plan: tl.constexpr, keys, at, rows, state):
+    """The state plus keys^T rows."""
+    total = ()
+    for f in tl.static_range(tl.constexpr(plan.tiles_f)):
+        some = _chunk(keys, at, plan.features, f, plan.tile_f)
+        total += (state[f] + _dot(plan, tl.trans(some), rows),)  # type: ignore[assignment]
+    return total
 
 
 # Kernels of blocks. Grid: examples times blocks, heads, tiles.
@@ -153,70 +172,128 @@ def gradients(
     With decays, the pair of a query and its own token is kept apart, as it never decays (see
     `effattn.pallas.recurrence` for the gradient of the log decays). The gradients of the states
     belong to the first of the heads that read a value head.
+
+    The gradients of values, of queries and of keys each have their own loop: if two products in the
+    body of a loop share an operand, Triton gives a thread whole rows of both results, which do not
+    fit in its registers.
     """
     b, n, h, _ = _place(plan)
-    v, is_first = h // plan.group, h % plan.group == 0
-    d_weights, own = _d_weights(plan, d_out, value, b, n, v, h)
-    crossing, at_end = tl.zeros((C,), tl.float32), 0.0
-    for f in range(plan.tiles_f):
-        n = _within_the_loop(n, f)
-        of_query = tl.zeros((C, plan.tile_f), tl.float32)
-        of_key = tl.zeros((C, plan.tile_f), tl.float32)
-        inner = tl.zeros((plan.tile_f,), tl.float32)
-        for d in range(plan.tiles_d):
-            state = tl.load(_state_pointers(plan, states, b, v, n, f, d))
-            of_query += _dot(plan, _outputs(plan, d_out, b, n, h, d), tl.trans(state))
-            if is_first:
-                co_state = tl.load(_state_pointers(plan, co_states, b, v, n, f, d))
-                of_key += _dot(plan, _values(plan, value, b, n, v, d), tl.trans(co_state))
-                if plan.decay != "none":
-                    inner += tl.sum(state.to(tl.float32) * co_state.to(tl.float32), 1)
-        queries = _queries(plan, query, scale, b, n, h, f)
-        keys = _keys(plan, key, b, n, v, f)
-        of_query = _since_start(plan, log_decay, b, n, v, f, of_query)
-        of_key = _until_end(plan, log_decay, b, n, v, f, of_key)
-        if plan.decay != "none":
-            # The sum of S' times its gradient, where S' = W S + K^T V is the state after the block.
-            inner = _over_block(plan, log_decay, b, n, v, f, inner[:, None])
-            inner = tl.sum(inner, 1) + tl.sum(of_key * keys.to(tl.float32), 0)
-        of_query += _mixed(plan, log_decay, b, n, v, f, d_weights, keys, back=False)
-        of_key += _mixed(plan, log_decay, b, n, v, f, d_weights, queries, back=True)
-        if plan.decay != "none":
-            product = queries * of_query - keys.to(tl.float32) * of_key
-            if plan.decay == "feature":
-                found = tl.cumsum(product, 0, reverse=True) + inner[None, :]
-                _store_log_decays(plan, d_log_decay, log_decay, b, n, h, f, found)
-            else:
-                crossing += tl.sum(product, 1)
-                at_end += tl.sum(inner, 0)
-            of_query += own[:, None] * keys.to(tl.float32)
-            of_key += own[:, None] * queries
-        _store_rows(plan, d_query, b, n, plan.heads, h, plan.features, f, plan.tile_f, of_query)
-        _store_rows(plan, d_key, b, n, plan.heads, h, plan.features, f, plan.tile_f, of_key)
-    if plan.decay == "token":
-        found = tl.cumsum(crossing, 0, reverse=True) + at_end
-        _store_log_decays(plan, d_log_decay, log_decay, b, n, h, 0, found[:, None])
+    v = h // plan.group
     if plan.with_value:
         weights = _weights(plan, query, scale, key, log_decay, b, n, v, h)
         for d in range(plan.tiles_d):
-            n = _within_the_loop(n, d)
-            of_value = _dot(plan, tl.trans(weights), _outputs(plan, d_out, b, n, h, d))
-            if is_first:
-                for f in range(plan.tiles_f):
-                    keys = _keys(plan, key, b, n, v, f)
-                    keys = _until_end(plan, log_decay, b, n, v, f, keys)
-                    co_state = tl.load(_state_pointers(plan, co_states, b, v, n, f, d))
-                    of_value += _dot(plan, keys, co_state)
-            _store_rows(plan, d_value, b, n, plan.heads, h, plan.values, d, plan.tile_d, of_value)
+            n, weights = _within_the_loop(n, d), _within_the_loop(weights, d)
+            _d_values(plan, d_out, key, log_decay, co_states, d_value, b, n, h, d, weights)
+    d_weights, own = _d_weights(plan, d_out, value, log_decay, b, n, v, h)
+    crossing, at_end = tl.zeros((C,), tl.float32), 0.0
+    for f in range(plan.tiles_f):
+        n, d_weights = _within_the_loop(n, f), _within_the_loop(d_weights, f)
+        crossing += _d_queries(
+            plan, d_out, query, scale, key, log_decay, states, d_query, d_log_decay, b, n, h, f,
+            d_weights, own,
+        )  # fmt: skip
+    if plan.decay == "feature":
+        tl.debug_barrier()  # the next loop reads sums that other threads stored in the loop above
+    for f in range(plan.tiles_f):
+        n, d_weights = _within_the_loop(n, f), _within_the_loop(d_weights, f)
+        crossed, ended = _d_keys(
+            plan, query, scale, key, value, log_decay, states, co_states, d_key, d_log_decay, b, n,
+            h, f, d_weights, own,
+        )  # fmt: skip
+        crossing, at_end = crossing - crossed, at_end + ended
+    if plan.decay == "token":
+        found = tl.cumsum(crossing, 0, reverse=True) + at_end
+        _store_log_decays(plan, d_log_decay, log_decay, b, n, h, 0, found[:, None])
 
 
 @triton.jit
-def _within_the_loop(n, i):
-    """Returns n, made to depend on i so that the compiler computes decays within the loop over i.
+def _d_values(plan: tl.constexpr, d_out, key, log_decay, co_states, d_value, b, n, h, d, weights):
+    v, is_first = h // plan.group, h % plan.group == 0
+    found = _dot(plan, tl.trans(weights), _outputs(plan, d_out, b, n, h, d))
+    if is_first:
+        for f in range(plan.tiles_f):
+            keys = _until_end(plan, log_decay, b, n, v, f, _keys(plan, key, b, n, v, f))
+            co_state = tl.load(_state_pointers(plan, co_states, b, v, n, f, d))
+            found += _dot(plan, keys, co_state)
+    _store_rows(plan, d_value, b, n, plan.heads, h, plan.values, d, plan.tile_d, found)
 
-    Decays of all levels, computed once before the loop, would not fit in registers.
+
+@triton.jit
+def _d_queries(
+    plan: tl.constexpr, d_out, query, scale, key, log_decay, states, d_query, d_log_decay, b, n, h,
+    f, d_weights, own,
+):  # fmt: skip
+    """Stores the gradients of a tile of queries, from the results of `_d_weights`.
+
+    Returns q dq of each token, summed over the features, `(C,)`, without the part of dq from the
+    query's own token. With decays of features, also stores the sums of q dq over each token and the
+    later ones of the block, `(C, f)`, the first part of the gradients of the log decays.
     """
-    return n + tl.minimum(i, 0)
+    v = h // plan.group
+    found = tl.zeros((C, plan.tile_f), tl.float32)
+    for d in range(plan.tiles_d):
+        state = tl.load(_state_pointers(plan, states, b, v, n, f, d))
+        found += _dot(plan, _outputs(plan, d_out, b, n, h, d), tl.trans(state))
+    found = _since_start(plan, log_decay, b, n, v, f, found)
+    keys = _keys(plan, key, b, n, v, f)
+    found += _mixed(plan, log_decay, b, n, v, f, d_weights, keys, back=False)
+    product = _queries(plan, query, scale, b, n, h, f) * found
+    if plan.decay == "feature":
+        later = tl.cumsum(product, 0, reverse=True)
+        _store_rows(plan, d_log_decay, b, n, plan.heads, h, plan.features, f, plan.tile_f, later)
+    if plan.decay != "none":
+        found += own[:, None] * keys.to(tl.float32)
+    _store_rows(plan, d_query, b, n, plan.heads, h, plan.features, f, plan.tile_f, found)
+    return tl.sum(product, 1)
+
+
+@triton.jit
+def _d_keys(
+    plan: tl.constexpr, query, scale, key, value, log_decay, states, co_states, d_key, d_log_decay,
+    b, n, h, f, d_weights, own,
+):  # fmt: skip
+    """Stores the gradients of a tile of keys, from the results of `_d_weights`.
+
+    Returns k dk of each token, summed over the features, `(C,)`, without the part of dk from the
+    key's own token, and the sum over features and values of S' times its gradient, where
+    S' = W S + K^T V is the state after the block. With decays of features, completes the gradients
+    of the log decays.
+    """
+    v, is_first = h // plan.group, h % plan.group == 0
+    found = tl.zeros((C, plan.tile_f), tl.float32)
+    at_end = tl.zeros((plan.tile_f,), tl.float32)
+    if is_first:
+        for d in range(plan.tiles_d):
+            co_state = tl.load(_state_pointers(plan, co_states, b, v, n, f, d))
+            found += _dot(plan, _values(plan, value, b, n, v, d), tl.trans(co_state))
+            if plan.decay != "none":
+                state = tl.load(_state_pointers(plan, states, b, v, n, f, d))
+                at_end += tl.sum(state.to(tl.float32) * co_state.to(tl.float32), 1)
+    queries = _queries(plan, query, scale, b, n, h, f)
+    keys = _keys(plan, key, b, n, v, f).to(tl.float32)
+    found = _until_end(plan, log_decay, b, n, v, f, found)
+    at_end = tl.sum(_over_block(plan, log_decay, b, n, v, f, at_end[:, None]), 1)
+    at_end += tl.sum(found * keys, 0)
+    found += _mixed(plan, log_decay, b, n, v, f, d_weights, queries, back=True)
+    product = keys * found
+    if plan.decay == "feature":
+        later = at_end[None, :] - tl.cumsum(product, 0, reverse=True)
+        later += _rows(plan, d_log_decay, b, n, plan.heads, h, plan.features, f, plan.tile_f)
+        _store_log_decays(plan, d_log_decay, log_decay, b, n, h, f, later)
+    if plan.decay != "none":
+        found += own[:, None] * queries
+    _store_rows(plan, d_key, b, n, plan.heads, h, plan.features, f, plan.tile_f, found)
+    return tl.sum(product, 1), tl.sum(at_end, 0)
+
+
+@triton.jit
+def _within_the_loop(x, i):
+    """Returns x unchanged, as x + min(i, 0) with the index i >= 0 of a loop.
+
+    Otherwise the compiler moves expressions of x out of the loop, such as decays or the parts of a
+    product in full float32, and their results do not fit in registers.
+    """
+    return x + tl.minimum(i, 0)
 
 
 @triton.jit
@@ -242,22 +319,27 @@ def _weights(plan: tl.constexpr, query, scale, key, log_decay, b, n, v, h):
             total += tl.where(row[:, None] == row[None, :], own[:, None], 0.0)
             logs = _log_decays(plan, log_decay, b, n, v, f)
             since, until = logs, tl.zeros_like(logs)
-            for level in tl.static_range(LEVELS):
+            for level in range(LEVELS):
                 decay, pairs = _level(level, since, until)
                 products = _dot(plan, queries * decay, tl.trans(keys * decay))
                 total += tl.where(pairs, products, 0.0)
-                since, until = _doubled(level, logs, since, until)
+                since, until = _doubled(level, since, until)
         else:
             queries = _given_queries(plan, query, b, n, h, f)
             total += _dot(plan, queries, tl.trans(_keys(plan, key, b, n, v, f)))
     if plan.decay != "feature":
-        total = total * _scale(scale, b) * _decays(plan, log_decay, b, n, v)
+        total = _decayed(plan, log_decay, b, n, v, total * _scale(scale, b))
     return total
 
 
 @triton.jit
-def _d_weights(plan: tl.constexpr, d_out, value, b, n, v, h):
-    """Gradients of the weights; with decays without the diagonal, which is the second result."""
+def _d_weights(plan: tl.constexpr, d_out, value, log_decay, b, n, v, h):
+    """Returns gradients `(C, C)` of each pair of tokens, and their diagonal `(C,)`.
+
+    With decays of features, they are those of the weights; otherwise those of the products of
+    queries and keys before any decay, and zero where j > i. With decays, the diagonal of the first
+    result is zero.
+    """
     row = tl.arange(0, C)
     total = tl.zeros((C, C), tl.float32)
     for d in range(plan.tiles_d):
@@ -266,6 +348,8 @@ def _d_weights(plan: tl.constexpr, d_out, value, b, n, v, h):
     own = tl.where(row[:, None] == row[None, :], total, 0.0)
     if plan.decay != "none":
         total -= own
+    if plan.decay != "feature":
+        total = _decayed(plan, log_decay, b, n, v, total)
     return total, tl.sum(own, 1)
 
 
@@ -273,20 +357,21 @@ def _d_weights(plan: tl.constexpr, d_out, value, b, n, v, h):
 def _mixed(plan: tl.constexpr, log_decay, b, n, v, f, weights, rows, back: tl.constexpr):
     """Sums `(C, f)` of the rows up to each token, or from each token on if `back`.
 
-    Their weights are decayed. With decays of features, a token's own row is left out.
+    With decays of features, decays the rows, and leaves out a token's own row. Otherwise `weights`
+    include the decays.
     """
     if plan.decay == "feature":
         total = tl.zeros((C, plan.tile_f), tl.float32)
         logs = _log_decays(plan, log_decay, b, n, v, f)
         since, until = logs, tl.zeros_like(logs)
-        for level in tl.static_range(LEVELS):
+        for level in range(LEVELS):
             decay, pairs = _level(level, since, until)
             chosen = tl.where(pairs, weights, 0.0)
             total += decay * _weighted(plan, chosen, rows.to(tl.float32) * decay, back)
-            since, until = _doubled(level, logs, since, until)
+            since, until = _doubled(level, since, until)
         return total
     else:
-        return _weighted(plan, weights * _decays(plan, log_decay, b, n, v), rows, back)
+        return _weighted(plan, weights, rows, back)
 
 
 @triton.jit
@@ -365,20 +450,21 @@ def _over_block(plan: tl.constexpr, array, b, n, v, f, state):
 
 
 @triton.jit
-def _decays(plan: tl.constexpr, array, b, n, v):
-    """Decays `(C, C)` from tokens j (columns) to tokens i (rows); zero where j > i."""
+def _decayed(plan: tl.constexpr, array, b, n, v, weights):
+    """Multiplies weights `(C, C)` by the decays from tokens j (columns) to tokens i (rows).
+
+    The result is zero where j > i.
+    """
     row = tl.arange(0, C)
-    seen = row[:, None] >= row[None, :]
-    if plan.decay == "none":
-        return tl.where(seen, 1.0, 0.0)
-    else:
+    if plan.decay != "none":
         logs = _log_decays(plan, array, b, n, v, 0)
         later = tl.where(row[:, None] > row[None, :], logs, 0.0)
-        return tl.where(seen, tl.exp(tl.cumsum(later, 0)), 0.0)
+        weights = weights * tl.exp(tl.cumsum(later, 0))
+    return tl.where(row[:, None] >= row[None, :], weights, 0.0)
 
 
 @triton.jit
-def _level(level: tl.constexpr, since, until):
+def _level(level, since, until):
     """Returns the decays `(C, f)` of the tokens, and a mask `(C, C)` of the pairs of a level.
 
     In groups of two halves of 2^level tokens, its pairs are a query in the second half of a group
@@ -391,24 +477,18 @@ def _level(level: tl.constexpr, since, until):
 
 
 @triton.jit
-def _doubled(level: tl.constexpr, logs, since, until):
+def _doubled(level, since, until):
     """Sums of log decays `(C, f)` for halves of twice 2^level tokens.
 
     `since` sums from the start of a half to each token, including the token's own log decay, and
     `until` from each token, without its own, to the end of the half.
     """
-    second = (((tl.arange(0, C) >> level) & 1) == 1)[:, None]
-    of_first = _sums(level + 1, tl.where(second, 0.0, logs))
-    of_second = _sums(level + 1, tl.where(second, logs, 0.0))
-    return since + tl.where(second, of_first, 0.0), until + tl.where(second, 0.0, of_second)
-
-
-@triton.jit
-def _sums(level: tl.constexpr, x):
-    """Sums groups of 2^level rows; each row gets the sum of its group."""
-    groups = tl.reshape(x, (C >> level, 1 << level, x.shape[1]))
-    sums = tl.sum(groups, 1)[:, None, :]
-    return tl.reshape(tl.broadcast_to(sums, groups.shape), x.shape)
+    row = tl.arange(0, C)[:, None]
+    # `since` at the last token of a half is the sum over that half.
+    last_of_other = ((row >> level) ^ 1) << level | ((1 << level) - 1)
+    of_other = tl.gather(since, tl.broadcast_to(last_of_other, since.shape), 0)
+    second = ((row >> level) & 1) == 1
+    return since + tl.where(second, of_other, 0.0), until + tl.where(second, 0.0, of_other)
 
 
 # Tiles of tokens, in the dtype of the array, with zeros past the last token, feature or value.
@@ -505,13 +585,6 @@ def _state_pointers(plan: tl.constexpr, array, b, v, n, f, d):
 
 
 @triton.jit
-def _save_slice(plan: tl.constexpr, array, b, v, n, d, state):
-    row, column = _of_slice(plan, d)
-    place = _of_states(plan, array, b, v, n) + row[:, None] * plan.whole_d + column[None, :]
-    tl.store(place, state.to(array.dtype.element_ty), mask=(row < plan.whole_f)[:, None])
-
-
-@triton.jit
 def _save(pointers, state):
     tl.store(pointers, state.to(pointers.dtype.element_ty))
 
@@ -537,27 +610,29 @@ def _store_tile(plan: tl.constexpr, array, b, v, f, d, state):
 
 
 @triton.jit
-def _load_slice(plan: tl.constexpr, array, b, v, d):
-    row, column = _of_slice(plan, d)
-    place, there = _of_whole(plan, array, b, v, row, column)
-    return tl.load(place, mask=there, other=0.0)
+def _load_tiles(plan: tl.constexpr, array, b, v, d):
+    """All tiles of these values, in a tuple."""
+    state = ()
+    for f in tl.static_range(tl.constexpr(plan.tiles_f)):
+        state += (_load_tile(plan, array, b, v, f, d),)  # type: ignore[assignment]
+    return state
 
 
 @triton.jit
-def _store_slice(plan: tl.constexpr, array, b, v, d, state):
-    row, column = _of_slice(plan, d)
-    place, there = _of_whole(plan, array, b, v, row, column)
-    tl.store(place, state, mask=there)
+def _store_tiles(plan: tl.constexpr, array, b, v, d, state):
+    for f in tl.static_range(tl.constexpr(plan.tiles_f)):
+        _store_tile(plan, array, b, v, f, d, state[f])
+
+
+@triton.jit
+def _save_tiles(plan: tl.constexpr, array, b, v, n, d, state):
+    for f in tl.static_range(tl.constexpr(plan.tiles_f)):
+        _save(_state_pointers(plan, array, b, v, n, f, d), state[f])
 
 
 @triton.jit
 def _of_tile(plan: tl.constexpr, f, d):
     return f * plan.tile_f + tl.arange(0, plan.tile_f), d * plan.tile_d + tl.arange(0, plan.tile_d)
-
-
-@triton.jit
-def _of_slice(plan: tl.constexpr, d):
-    return tl.arange(0, plan.all_f), d * plan.narrow + tl.arange(0, plan.narrow)
 
 
 @triton.jit

@@ -145,7 +145,10 @@ def test_it_is_lowered_where_float64_is_enabled(gate):
     [(None, False, 4), (2, False, 2), (3, False, 2), (2, True, 2.6), (3, True, 2.6)],
 )
 def test_kernels_read_and_write_few_bytes(gate, delta, most):
-    """The least is each input and each gradient of the inputs once, in the dtype of the inputs."""
+    """The least: inputs are read forward and backward, their gradients and the output written once.
+
+    The gradient of the output is read once. All have the dtype of the inputs.
+    """
     function, arrays, ids = program(jnp.bfloat16, gate, (128, 128), "pallas", delta)
     inputs = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays.values())
     output = 2 * math.prod(arrays["query"].shape)

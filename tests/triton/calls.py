@@ -43,7 +43,7 @@ def calls_of(function: Any, *arguments: Any) -> list[Any]:
         calls.append((*name, named, plan, texts, options))
         return [jnp.zeros(each.shape, each.dtype) for each in types]
 
-    _trace(record, function, *arguments)
+    _lower(record, function, *arguments)
     assert calls, "the program calls no kernel"
     return list({repr(call): call for call in calls}.values())
 
@@ -56,19 +56,19 @@ def bytes_of_calls(function: Any, *arguments: Any) -> int:
         moved.extend(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, types)))
         return [jnp.zeros(each.shape, each.dtype) for each in types]
 
-    _trace(record, function, *arguments)
+    _lower(record, function, *arguments)
     assert moved, "the program calls no kernel"
     return sum(moved)
 
 
-def _trace(record, function, *arguments):
+def _lower(record, function, *arguments):
     """Lowers a program, with `record` in place of the calls of kernels."""
     jax.clear_caches()  # functions that are traced already would call no kernel
     with (
         mock.patch.object(launch, "_on_gpu", record),
         mock.patch.object(launch, "refusal", no_refusal),
     ):
-        # Calls of kernels are operations, which run `record` when they are lowered.
+        # A call of a kernel is a JAX primitive; only its lowering calls `launch._on_gpu`.
         jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 

@@ -140,7 +140,8 @@ def _corrected(how, arrays, chunks, state, *, reverse):
     operands = {name: getattr(chunks, name) for name in ("recalled", "key", "value")}
     operands["kept"] = chunks.kept[..., 0]
     if reverse:
-        # A walk is linear: each head of the output has a walk of its own over what it reads.
+        # The walk is linear, so each head of the output can walk with its own queries and output
+        # gradients only; the results of a group are added.
         group = plan.group
         operands |= {
             name: jnp.repeat(operands[name], group, 1) for name in ("recalled", "key", "kept")

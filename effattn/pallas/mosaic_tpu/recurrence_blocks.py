@@ -1,4 +1,4 @@
-"""The linear recurrence in a block of tokens on TPUs: decays, and products of pairs of tokens.
+"""The linear recurrence in a block of tokens on TPUs: decays, products of pairs, corrections.
 
 The matrix unit does nearly all work. Without decay, or with one decay per token, a block is one
 masked product. The log decay between two tokens is then a sum of log decays, computed as a product
@@ -159,7 +159,7 @@ class Decays:
         return None if self.log is None else jnp.exp(self.sums(self.earlier(before)))
 
     def earlier(self, before: bool):
-        """Mask of the tokens j up to token i, or before token i."""
+        """Mask `(C, C)` of j <= i or, with `before`, of j < i, where i is the row."""
         return self.across < self.down if before else self.across <= self.down
 
     def until_end(self):
@@ -176,20 +176,21 @@ class Decays:
         return jnp.exp(jnp.sum(self.log, 1, keepdims=True))
 
     def gradient(
-        self, crossing: jax.Array, at_end: jax.Array, before: jax.Array | None = None
+        self, crossing: jax.Array, at_end: jax.Array, recalled: jax.Array | None = None
     ) -> jax.Array:
         """Gradient of the log decays, in their shape; see `effattn.pallas.recurrence`.
 
         Args:
           crossing: q dq - k dk of each token, `(C, F)`.
           at_end: products of the state with its gradient at the end of the block, `(F, D)`.
-          before: in the delta form b db of each token, which reads the state before it, `(C, F)`.
+          recalled: b db of each token in the delta form, `(C, F)`. The key b reads the state before
+            its token.
         """
         assert self.log is not None
         if self.plan.decay == "feature":
             gradient = _sums(self.across >= self.down, crossing)
-            if before is not None:
-                gradient += _sums(self.across > self.down, before)
+            if recalled is not None:
+                gradient += _sums(self.across > self.down, recalled)
             every = jnp.ones((1, at_end.shape[1]), bool)
             gradient += _sums(every, at_end, 1)
         else:
@@ -199,8 +200,8 @@ class Decays:
                 return jnp.sum(of_rows, 0, keepdims=True)
 
             gradient = later(crossing, self.down >= self.across) + jnp.sum(at_end)
-            if before is not None:
-                gradient += later(before, self.down > self.across)
+            if recalled is not None:
+                gradient += later(recalled, self.down > self.across)
         return jnp.where(self.log <= FORGETS, 0, gradient)
 
 
@@ -272,11 +273,11 @@ class Pairs:
 
 
 def unit_inverses(plan: Plan, systems: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The inverses of I + each of `systems`, `(C, C)`, which are strictly lower triangular.
+    """Returns the inverse `(C, C)` of I + P for each strictly lower triangular P of `systems`.
 
-    Blocks on the diagonal are inverted first, and then twice as large ones: the inverse of
-    [[A, 0], [C, D]] is that of A and of D and, below the diagonal, -D^-1 C A^-1. Each step is done
-    for all systems, so that the compiler overlaps their products.
+    Starts from single tokens and doubles the size of the inverted blocks on the diagonal:
+    [[E, 0], [X, L]]^-1 = [[E^-1, 0], [-L^-1 X E^-1, L^-1]]. Each size is computed for all systems
+    together, so that the compiler can overlap their products.
     """
     square = plan.tokens, plan.tokens
     down, across = (lax.broadcasted_iota(jnp.int32, square, axis) for axis in (0, 1))
@@ -316,17 +317,20 @@ class Corrections:
         key: jax.Array,
         state: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Gradients through the corrected values.
+        """Gradients of all that the corrected values depend on.
 
         Args:
           inverse: T, `(C, C)`.
-          d_corrected: gradient of X, `(C, D)`.
+          d_corrected: E + K G', the gradient of X from the outputs of the block and from later
+            blocks, without its effect on other corrected values, `(C, D)`.
           corrected: X, `(C, D)`.
           key: keys k, `(C, F)`.
           state: state before the block, `(F, D)`.
 
         Returns:
-          Gradients of the values, of the keys b, of the keys k, and of the state.
+          The gradients of the values, dX, `(C, D)`, and of the keys b, `(C, F)`; and the parts of
+          the gradients of the keys k, `(C, F)`, and of the state, `(F, D)`, that pass through the
+          corrected values.
         """
         dot = self.plan.dot
         d_value = dot(inverse, d_corrected, (0, 0))

@@ -95,7 +95,7 @@ def _queries(steps, arrays):
 
 
 def _writes(steps, arrays):
-    """Operands of the states: keys, values, decays if any, and recalled keys in the delta form."""
+    """Operands of the state: keys, values, decays if any, and recalled keys in the delta form."""
     share = steps.plan.value_heads // steps.plan.key_heads
     found = [steps.tokens(arrays.key, share), steps.tokens(arrays.value)]
     found += steps.decays(arrays.log_decay)
@@ -108,19 +108,19 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 class _Block:
-    """Arrays of a block from the refs of `_writes`.
+    """Arrays of a block, read from the refs of the operands that `_writes` lists.
 
     Attributes:
       rows: rows of the block in the arrays of a step.
       at: decays.
       keys, values: `(C, F)` and `(C, D)`; in the delta form, values before they are corrected.
       recalled: `(C, F)` in the delta form.
-      inverse, read, corrected: T, T B and T V in the delta form, from `_blocks`.
+      inverse, solved_reads, solved_values: T, T B and T V in the delta form, set by `_blocks`.
     """
 
     inverse: jax.Array
-    read: jax.Array
-    corrected: jax.Array
+    solved_reads: jax.Array
+    solved_values: jax.Array
 
     def __init__(self, steps: Steps, refs: Sequence[Any], i: Any):
         key, value, *others = refs
@@ -134,11 +134,14 @@ class _Block:
         assert self.recalled is not None
         return Corrections(self.at, self.recalled)
 
-    def written(self, before: jax.Array) -> jax.Array:
-        """The values that the block writes to the state `before`, `(C, D)`."""
+    def values_after(self, before: jax.Array) -> jax.Array:
+        """The values `(C, D)` that the tokens write, given the state `(F, D)` before the block.
+
+        They are X in the delta form, otherwise the values themselves.
+        """
         if self.recalled is None:
             return self.values
-        return self.corrected - self.plan.dot(self.read, before)
+        return self.solved_values - self.plan.dot(self.solved_reads, before)
 
     def after(self, before: jax.Array, values: jax.Array) -> jax.Array:
         """The state after the block writes `values`."""
@@ -146,7 +149,10 @@ class _Block:
 
 
 def _blocks(steps: Steps, refs: Sequence[Any]):
-    """A function from indices to the blocks; in the delta form, it also computes their inverses."""
+    """Returns the argument `prepare` of `Steps.each`, which loads the blocks of a piece.
+
+    In the delta form, it also computes T, T B and T V of all these blocks together.
+    """
     plan = steps.plan
 
     def of_all(indices):
@@ -160,8 +166,8 @@ def _blocks(steps: Steps, refs: Sequence[Any]):
             inverses = unit_inverses(plan, systems)
             for x, block, inverse in zip(corrections, blocks, inverses, strict=True):
                 block.inverse = inverse
-                block.read = plan.dot(inverse, x.reads())
-                block.corrected = plan.dot(inverse, block.values)
+                block.solved_reads = plan.dot(inverse, x.reads())
+                block.solved_values = plan.dot(inverse, block.values)
         return blocks
 
     return of_all
@@ -179,7 +185,7 @@ def _walk(steps: Steps, *refs):
     @functools.partial(steps.each, prepare=_blocks(steps, writes))
     def _(_, block):
         before = state[...]
-        state[...] = block.after(before, block.written(before))
+        state[...] = block.after(before, block.values_after(before))
 
 
 def _forward(steps: Steps, query, *refs):
@@ -191,7 +197,7 @@ def _forward(steps: Steps, query, *refs):
     def _(_, block):
         before = state[...]
         pairs, since_start = Pairs(block.at), block.at.since_start()
-        keys, values = block.keys, block.written(before)
+        keys, values = block.keys, block.values_after(before)
 
         def of_head(g, carry):
             queries = _wide(query[g, block.rows, :])
@@ -222,7 +228,7 @@ def _backward(steps: Steps, d_out, query, *refs):
     @functools.partial(steps.each, prepare=_blocks(steps, writes))
     def _(i, block):
         before = kept[i]
-        values = block.written(before)
+        values = block.values_after(before)
         if plan.has_delta:
             of_blocks[0][i], of_blocks[1][i] = values, block.inverse
         kept[i + 1] = block.after(before, values)

@@ -167,8 +167,8 @@ class Steps:
         """Calls `body(block, prepared)` for each block of the step, in order or in reverse.
 
         The code of all blocks is in one piece, so that the compiler overlaps them. With decays of
-        features this code is long, and a loop has that of at most two blocks. `prepare` is called
-        before for the blocks of a piece, and returns an argument of `body` for each.
+        features this code is long, and a piece is the body of a loop, with at most two blocks.
+        `prepare(blocks)` is called once for a piece, and returns `prepared` of each of its blocks.
         """
 
         def piece(blocks):
@@ -218,8 +218,9 @@ def _lanes(size):
 def _bytes_of_token(plan, arrays):
     """Bytes of the arrays of a token in the backward pass, which has most of them.
 
-    These are the inputs, and in float32 their gradients and d_out. Half of the bytes of scratch
-    memory of a token are added, as there are two of the other arrays.
+    These are the inputs, and in float32 their gradients and d_out; in the delta form also the
+    recalled keys and their gradients. The caller doubles the sum, as inputs and results have two
+    buffers. Scratch memory has one, so half of its bytes are added here.
     """
     heads = (arrays.query, plan.group), (arrays.key, 1), (arrays.value, 1)
     found = sum(n * _lanes(x.shape[-1]) * (x.dtype.itemsize + 4) for x, n in heads)
