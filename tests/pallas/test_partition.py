@@ -99,8 +99,9 @@ def compiled(function, arrays, cotangent, mesh, of_keys):
     return program(function, "triton").lower(there, result).compile(), (there, result)
 
 
-@pytest.mark.parametrize("decay", [None, "token"])
-@pytest.mark.parametrize("heads", [8, slow(20)])
+@pytest.mark.parametrize(
+    ("heads", "decay"), [(8, None), (8, "token"), slow(20, None), slow(22, "token")]
+)
 def test_tpu_recurrences_whose_query_heads_are_on_several_devices(heads, decay, monkeypatch):
     """On a device, a step may have more tokens than a step of the whole call would have."""
     # The interpreter of TPUs, which finds races, cannot be partitioned.
