@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 import traceback
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from experiments.harness.watch import Watch, end_at_once, on_exit, own_address
 
 # Seconds until the others are sure that a process is gone, and for all to start.
 HEARTBEAT, START = 30, 300
+# Seconds in which the watch notices a lost process, at the latest.
+NOTICED = 2
 
 _number = 0
 _count = 1
@@ -224,11 +227,15 @@ def _from_the_first(text: str) -> str:
 
 @contextmanager
 def errors_end() -> Iterator[None]:
-    """Prints an error within, in a run over several processes, and ends this process."""
+    """Prints an error within, in a run over several processes, and ends this process.
+
+    If the error comes from the loss of another process, the watch says so and ends this process.
+    """
     try:
         yield
     except Exception:
         if are_several():
+            time.sleep(NOTICED)
             traceback.print_exc()
             end()
         raise

@@ -97,6 +97,22 @@ def test_a_process_that_ends_in_order_is_not_lost(monkeypatch):
     assert not lost.wait(0.3) and not calls
 
 
+def test_an_error_that_comes_from_a_lost_process_is_not_shown():
+    """JAX may raise an error of its own before the watch has noticed the loss."""
+    program = """
+import socket, threading
+from experiments.harness import processes, watch
+ours, theirs = socket.socketpair()
+processes._count = 2
+watch.Watch([ours])
+threading.Timer(0.3, theirs.close).start()
+with processes.errors_end():
+    raise RuntimeError("a collective has failed")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (1, watch.LOST)
+
+
 def test_missing_processes_are_said(monkeypatch):
     monkeypatch.setattr(processes, "START", 0.1)
     monkeypatch.setattr(processes, "_count", 2)
