@@ -24,7 +24,7 @@ from experiments.harness.watch import Watch, end_at_once, on_exit, own_address
 
 # Seconds until the others are sure that a process is gone, and for all to start.
 HEARTBEAT, START = 30, 300
-# Seconds in which the watch notices a lost process, at the latest.
+# Seconds that the watch has to notice a lost process, before an error is shown as one's own.
 NOTICED = 2
 
 _number = 0
