@@ -236,8 +236,8 @@ def _corrected_back(how: How, arrays: Arrays, chunks: Chunks, d_state: jax.Array
 def _walk_whole(how, arrays, name, chunks, operands):
     """Returns corrected values `(B, V, n, C, D)`, saved states, and the last state."""
     plan = _plan(how, arrays)
-    # A program has all features of these values: no more numbers than one whole tile, where
-    # `MIN_SIDE` values allow it.
+    # A program has all features of these values, and no more numbers than one whole tile, but at
+    # least as many values as a product takes.
     most = TILES[plan.precision] ** 2 // launch.power_of_2(plan.whole_f)
     tile_d = max(launch.MIN_SIDE, min(plan.tile_d, most))
     plan = dataclasses.replace(plan, tile_d=tile_d, kept_features=chunks.kept.shape[3])
