@@ -20,14 +20,9 @@ from effattn import registry
 from effattn.nn import RotaryEmbedding
 from effattn.testing.functions import Sizes
 from tests.cases import FUNCTIONS, MIXERS
-from tests.random_programs.calls import (
-    INTEGERS,
-    STATES,
-    amplification,
-    draw_length,
-    draw_options,
-)
+from tests.random_programs.calls import amplification
 from tests.random_programs.errors import compare, jittered, largest_difference
+from tests.random_programs.programs import INTEGERS, STATES, draw_length, draw_options
 
 FEATURES = 8
 HEADS = ((2, 2), (2, 1), (4, 2), (1, 1))  # query heads and key heads
