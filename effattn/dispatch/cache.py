@@ -107,14 +107,20 @@ def device_kind() -> str:
     return (device if isinstance(device, jax.Device) else jax.devices()[0]).device_kind
 
 
-def cache_file() -> Path | None:
-    """Path of the tuning cache in the user's cache folder; None without such a folder."""
+def folder() -> Path | None:
+    """effattn's folder in the user's cache folder; None without such a folder."""
     try:
-        folder = platformdirs.user_cache_path("effattn")
+        path = platformdirs.user_cache_path("effattn")
     except (RuntimeError, OSError, KeyError):  # no home folder, as in many containers
         return None
     # Some releases of platformdirs return "~/.cache" then, which would create a folder named "~".
-    return folder / "tuning.json" if folder.is_absolute() else None
+    return path if path.is_absolute() else None
+
+
+def cache_file() -> Path | None:
+    """Path of the tuning cache; None without a cache folder."""
+    where = folder()
+    return where and where / "tuning.json"
 
 
 def save(choices: Mapping[str, Choice]) -> None:

@@ -6,7 +6,6 @@ process runs. Before that, the registered address is a jump to a Python function
 handler; afterwards it is a jump to the compiled code.
 """
 
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from effattn.llvm import machine_code
 
 # XLA's C interface for foreign functions, `xla/ffi/api/c_api.h`: the fields that handlers read.
 #
@@ -151,18 +152,9 @@ def _refusal_of_platform():
 
 
 @functools.cache
-def _features() -> dict[str, bool]:
-    from llvmlite import binding
-
-    with contextlib.suppress(RuntimeError):  # raised for processors unknown to LLVM
-        return dict(binding.get_host_cpu_features())
-    return {}
-
-
-@functools.cache
 def lanes() -> int:
     """Number of float32 in a vector; 0 if the processor has no fused multiply-add on vectors."""
-    features = _features()
+    features = machine_code.features()
     if platform.machine() in ("arm64", "aarch64"):
         return 4
     if not features.get("fma"):
@@ -199,31 +191,12 @@ def prepare(name: str) -> str:
 @functools.cache
 def _compile(name: str, lanes: int) -> int:
     """Compiles a handler for vectors of `lanes` float32; returns the address of the code."""
-    from llvmlite import binding, ir
+    from llvmlite import ir
 
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
     module = ir.Module(name)
-    module.triple = binding.get_process_triple()
     where, write = HANDLERS[name]
     getattr(importlib.import_module(where), write)(module, name, lanes)
-    compiled = binding.parse_assembly(str(module))
-    compiled.verify()
-    # With prefer-256-bit, LLVM would use half of each 512-bit register on some processors.
-    features = ",".join(
-        f"{'+' if has and feature != 'prefer-256-bit' else '-'}{feature}"
-        for feature, has in _features().items()
-    )
-    machine = binding.Target.from_triple(module.triple).create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=features, opt=3, jit=True
-    )
-    # The generated loops are already vectorized and unrolled.
-    options = binding.create_pipeline_tuning_options(speed_level=2)
-    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-    passes = binding.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(compiled, passes)
-    engine = binding.create_mcjit_compiler(compiled, machine)
-    engine.finalize_object()
+    engine = machine_code.engine(module)
     _kept.append(engine)
     return engine.get_function_address(name)
 
