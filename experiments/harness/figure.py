@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from effattn.analysis.style import COLOURS, MARKERS, line
-from experiments.harness.report import SHARES
+from experiments.harness import machine
+from experiments.harness.report import SHARES, made_with
 from experiments.harness.statistics import front
 
 if TYPE_CHECKING:
@@ -38,7 +39,12 @@ OPERATIONS = "operations"
 LEGEND_LETTERS, TICK_LETTERS, SET_LETTERS = 100, 50, 12
 
 
-def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") -> None:
+def write_figures(
+    folder: Path,
+    runs: Sequence[dict[str, Any]],
+    task: "Task",
+    here: Mapping[str, str] | None = None,
+) -> None:
     """Draws `results.png`: curves of few mechanisms, or a ranking of many.
 
     With losses by position in long windows, it also draws `positions.png`, which shows whether a
@@ -50,6 +56,7 @@ def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") ->
       folder: run folder.
       runs: results.
       task: task, which names the measure.
+      here: the environment of the runs that name none; default the present one.
     """
     # An earlier report, of other mechanisms, may have left figures that this one lacks.
     for name in ("positions.png", "states.png", "operations.png"):
@@ -58,8 +65,13 @@ def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") ->
     for run in runs:
         seeds.setdefault(run["mechanism"], []).append(run)
     measure = Measure.of(task)
-    draw = _ranking if len(seeds) > MOST_CURVES else _curves
-    save(draw(seeds, measure), folder / "results.png")
+    if len(seeds) > MOST_CURVES:
+        here = here or machine.environment()
+        comparable = max((made_with(mechanism, runs, here) for mechanism in seeds), key=len)
+        results = _ranking(seeds, measure, comparable)
+    else:
+        results = _curves(seeds, measure)
+    save(results, folder / "results.png")
     places = runs[0]["held_out"].get("validation", {}).get(BY_POSITION, {})
     if len(places) >= LEAST_PLACES:
         save(_positions(seeds), folder / "positions.png")
@@ -163,8 +175,13 @@ def _wrapped(name: str, letters: int) -> str:
     return "\n".join(lines)
 
 
-def _ranking(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) -> Figure:
-    """Draws the measure, best first: on the validation set, on the last set, and the speeds."""
+def _ranking(
+    seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure, comparable: Collection[str]
+) -> Figure:
+    """Draws the measure, best first: on the validation set, on the last set, and the speeds.
+
+    Only the speeds of comparable mechanisms are drawn.
+    """
     sets = list(next(iter(seeds.values()))[0]["held_out"])
     sign = -1 if measure.more_is_better else 1
     columns = [
@@ -187,9 +204,14 @@ def _ranking(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) ->
     figure, axes = plt.subplots(
         1, len(columns) + 1, figsize=size, sharey=True, layout="constrained"
     )
-    panels = [*columns, ("training speed (thousand tokens/s)", None)]
+    speed = "training speed (thousand tokens/s)"
+    if len(comparable) < len(seeds):
+        speed += "\nno dot: made in another environment than most"
+    panels = [*columns, (speed, None)]
     for axis, colour, (label, name) in zip(axes, COLOURS, panels, strict=False):
         for row, mechanism in enumerate(ranked):
+            if name is None and mechanism not in comparable:
+                continue
             x = values(mechanism, name)
             axis.hlines(row, x.min(), x.max(), color=colour, alpha=0.4, linewidth=4)
             axis.plot(x.mean(), row, "o", color=colour, markersize=4.5)

@@ -155,14 +155,10 @@ def relative_table(summary: Mapping[str, Any]) -> str | None:
     reference = rows.get(REFERENCE)
     if reference is None or len(rows) == 1:
         return None
-    made_by: dict[str, list[Any]] = {}
-    for run in summary["runs"]:
-        where = run.get("environment", summary.get("environment")) or {}
-        machine = {key: value for key, value in where.items() if key != "commit"}
-        made_by.setdefault(run["mechanism"], []).append(machine)
+    comparable = made_with(REFERENCE, summary["runs"], summary.get("environment"))
 
     def speed(name: str, row: Mapping[str, Any]) -> str:
-        if any(one not in made_by[REFERENCE] for one in made_by[name]):
+        if name not in comparable:
             return "-"
         return f"{row['tokens_per_second'] / reference['tokens_per_second']:.2f}"
 
@@ -175,6 +171,22 @@ def relative_table(summary: Mapping[str, Any]) -> str | None:
         return found
     note = f"A dash: made in another environment than {REFERENCE}, so the speeds do not compare."
     return f"{found}\n\n{note}"
+
+
+def made_with(
+    mechanism: str, runs: Sequence[Mapping[str, Any]], here: Mapping[str, str] | None
+) -> frozenset[str]:
+    """Returns the mechanisms whose speeds compare with that of a mechanism.
+
+    Run by run, they were made in the same environments. `here` is the environment of the runs that
+    name none.
+    """
+    made_by: dict[str, list[Any]] = {}
+    for run in runs:
+        where = run.get("environment", here) or {}
+        machine = {key: value for key, value in where.items() if key != "commit"}
+        made_by.setdefault(run["mechanism"], []).append(machine)
+    return frozenset(name for name, made in made_by.items() if made == made_by[mechanism])
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -490,6 +490,17 @@ def test_the_figure_of_many_mechanisms_ranks_them(tmp_path, drawn):
     assert [line.get_xdata()[0] for line in speed.lines] == pytest.approx(sorted(bits.values()))
 
 
+def test_speeds_of_other_machines_are_not_drawn(tmp_path, drawn):
+    runs = [result(f"kind{i}", 0, 2.0 + i / 10) for i in range(8)]
+    for run, system in ((runs[0], "one"), (runs[3], "another")):
+        run["environment"] = {"system": system}
+    figure.write_figures(tmp_path, runs, TEXT)
+    loss, speed = drawn[0].axes
+    assert [line.get_ydata()[0] for line in loss.lines] == list(range(8))
+    assert [line.get_ydata()[0] for line in speed.lines] == [1, 2, 4, 5, 6, 7]
+    assert speed.get_xlabel().endswith("\nno dot: made in another environment than most")
+
+
 def test_a_ranking_by_accuracy_begins_with_the_most_and_shows_the_last_set(tmp_path, drawn):
     accuracies = {f"kind{i}": (i * 3 % 8) / 10 for i in range(8)}
     runs = [share(name, 0, a, a / 4, state_bytes=None) for name, a in accuracies.items()]
