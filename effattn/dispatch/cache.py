@@ -136,24 +136,28 @@ def save(choices: Mapping[str, Choice]) -> None:
     try:
         if path is None:
             raise OSError("this user has no home folder: set HOME or XDG_CACHE_HOME")
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Other processes may have written results since this one read the file.
         for key, versions in _read(path).items():
             known[key] = {**versions, **known.get(key, {})}
-        # The file is replaced atomically, so that other processes never read half of it.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            try:
-                json.dump(_to_json(known), file, indent=1, sort_keys=True)
-                file.close()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+        write(path, json.dumps(_to_json(known), indent=1, sort_keys=True).encode())
     except OSError as error:
         warn_once(
             f"the results of effattn.tune are kept for this process alone: {path or 'their file'} "
             f"cannot be written ({error})"
         )
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file, and its folder. Other processes never read half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(content)
+            file.close()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
 
 
 Measured = dict[tuple[str, str], dict[str, Choice]]  # by device and call, then by JAX version

@@ -7,8 +7,6 @@ language, the processor, and the version of LLVM. So it is never out of date.
 import contextlib
 import functools
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +80,7 @@ def _read(path: Path | None) -> bytes | None:
 
 
 def _write(path: Path | None, code: bytes) -> None:
-    """Stores machine code, if this user may write there. Other processes never read half of it."""
-    if path is None:
-        return
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                file.write(hashlib.sha256(code).digest() + code)
-                file.close()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+    """Stores machine code, if this user may write there."""
+    if path is not None:
+        with contextlib.suppress(OSError):
+            cache.write(path, hashlib.sha256(code).digest() + code)

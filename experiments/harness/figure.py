@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from effattn.analysis.style import COLOURS, MARKERS, line
-from experiments.harness import machine
 from experiments.harness.report import SHARES, made_with
 from experiments.harness.statistics import front
 
@@ -39,12 +38,7 @@ OPERATIONS = "operations"
 LEGEND_LETTERS, TICK_LETTERS, SET_LETTERS = 100, 50, 12
 
 
-def write_figures(
-    folder: Path,
-    runs: Sequence[dict[str, Any]],
-    task: "Task",
-    here: Mapping[str, str] | None = None,
-) -> None:
+def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") -> None:
     """Draws `results.png`: curves of few mechanisms, or a ranking of many.
 
     With losses by position in long windows, it also draws `positions.png`, which shows whether a
@@ -56,7 +50,6 @@ def write_figures(
       folder: run folder.
       runs: results.
       task: task, which names the measure.
-      here: the environment of the runs that name none; default the present one.
     """
     # An earlier report, of other mechanisms, may have left figures that this one lacks.
     for name in ("positions.png", "states.png", "operations.png"):
@@ -66,8 +59,7 @@ def write_figures(
         seeds.setdefault(run["mechanism"], []).append(run)
     measure = Measure.of(task)
     if len(seeds) > MOST_CURVES:
-        here = here or machine.environment()
-        comparable = max((made_with(mechanism, runs, here) for mechanism in seeds), key=len)
+        comparable = max((made_with(mechanism, runs) for mechanism in seeds), key=len)
         results = _ranking(seeds, measure, comparable)
     else:
         results = _curves(seeds, measure)
@@ -206,7 +198,7 @@ def _ranking(
     )
     speed = "training speed (thousand tokens/s)"
     if len(comparable) < len(seeds):
-        speed += "\nno dot: made in another environment than most"
+        speed += "\nno dot: made in another environment"
     panels = [*columns, (speed, None)]
     for axis, colour, (label, name) in zip(axes, COLOURS, panels, strict=False):
         for row, mechanism in enumerate(ranked):

@@ -174,12 +174,12 @@ def relative_table(summary: Mapping[str, Any]) -> str | None:
 
 
 def made_with(
-    mechanism: str, runs: Sequence[Mapping[str, Any]], here: Mapping[str, str] | None
+    mechanism: str, runs: Sequence[Mapping[str, Any]], here: Mapping[str, str] | None = None
 ) -> frozenset[str]:
     """Returns the mechanisms whose speeds compare with that of a mechanism.
 
-    Run by run, they were made in the same environments. `here` is the environment of the runs that
-    name none.
+    Seed by seed, they were trained in the same environments. `here` is the environment of the runs
+    that name none.
     """
     made_by: dict[str, list[Any]] = {}
     for run in runs:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.harness.metrics import is_number
-from experiments.harness.report import SHARES, markdown_table
+from experiments.harness.report import SHARES, made_with, markdown_table
 from experiments.harness.statistics import Mean, front, mean
 from experiments.page.published import Published
 from experiments.page.results import Result, no_number
@@ -124,9 +124,14 @@ class Table(Result):
         return sorted(values, key=lambda mechanism: -self.sign * values[mechanism].value)
 
     @property
-    def shared_machine(self) -> bool:
-        """True if runs were trained at the same time."""
-        return self.summary.get("at_once", 1) > 1
+    def incomparable(self) -> str | None:
+        """Reason why the speeds cannot be compared, or None."""
+        if self.summary.get("at_once", 1) > 1:
+            return "several runs shared the machine"
+        first = next(iter(self.runs))
+        if made_with(first, self.summary["runs"], self.environment) < self.runs.keys():
+            return "the runs were made in several environments"
+        return None
 
     def costs(self, cost: str) -> dict[str, float]:
         """Returns a cost of each mechanism that has it, as a mean over seeds."""
@@ -144,14 +149,11 @@ def in_seeds(counts: Sequence[int]) -> str:
 
 
 def fronts(table: Table) -> dict[str, list[str]]:
-    """Returns the Pareto front of quality and each cost that at least two mechanisms have.
-
-    Speeds of runs that shared the machine cannot be compared.
-    """
+    """Returns the Pareto front of quality and each cost that at least two mechanisms have."""
     quality = {m: table.sign * v.value for m, v in table.measured(table.sets[0]).items()}
     found = {}
     for cost, (sign, _, _) in COSTS.items():
-        costs = {} if cost == "speed" and table.shared_machine else table.costs(cost)
+        costs = {} if cost == "speed" and table.incomparable else table.costs(cost)
         if len(costs) > 1:
             found[cost] = front({m: (sign * value, quality[m]) for m, value in costs.items()})
     return found
@@ -210,8 +212,8 @@ def section(table: Table, published: Published, results: str, image: str | None)
             "Pareto fronts: in each list no mechanism of the table is better in both quality and "
             f"the named cost. {_sentence(lists)}."
         )
-    if table.shared_machine:
-        parts.append("Speeds are not compared, because several runs shared the machine.")
+    if table.incomparable:
+        parts.append(f"Speeds are not compared, because {table.incomparable}.")
     if image is not None:
         parts += [
             f"![Quality against costs in {table.name}]({image})",

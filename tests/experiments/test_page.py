@@ -287,6 +287,13 @@ def test_a_front_has_what_nothing_else_beats(table):
     assert "Speeds are not compared, because several runs shared the machine." in text
 
 
+def test_speeds_of_several_environments_are_not_compared(table):
+    table.summary["runs"][-1]["environment"] = {"device": "another"}
+    assert set(comparisons.fronts(table)) == {"training memory", "decode state"}
+    text = comparisons.section(table, published.Published({}, []), "results", None)
+    assert "Speeds are not compared, because the runs were made in several environments." in text
+
+
 def test_an_order_that_is_not_the_published_one_is_named(table):
     known = numbers(source(), softmax=10, linear=20, retention=5, lstm=99)
     compared, (line,) = published.disagreements(table, known)

@@ -498,7 +498,7 @@ def test_speeds_of_other_machines_are_not_drawn(tmp_path, drawn):
     loss, speed = drawn[0].axes
     assert [line.get_ydata()[0] for line in loss.lines] == list(range(8))
     assert [line.get_ydata()[0] for line in speed.lines] == [1, 2, 4, 5, 6, 7]
-    assert speed.get_xlabel().endswith("\nno dot: made in another environment than most")
+    assert speed.get_xlabel().endswith("\nno dot: made in another environment")
 
 
 def test_a_ranking_by_accuracy_begins_with_the_most_and_shows_the_last_set(tmp_path, drawn):

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -26,3 +29,12 @@ def make(seed=0, **changes):
 def made(**changes):
     """A module with random parameters in place of its initial parameters."""
     return filled(lambda: make(**changes), spread=0.1)
+
+
+def loss(model, tokens, rngs=None):
+    logits = model(tokens, rngs=rngs)
+    return jnp.mean(-jax.nn.log_softmax(logits)[:, :-1, 0])
+
+
+def close(actual, expected):
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)

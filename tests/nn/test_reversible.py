@@ -17,6 +17,7 @@ from effattn.nn import (
     SwiGLU,
 )
 from effattn.nn.dropout import dropout
+from tests import closeness
 from tests.marks import slow
 from tests.nn.build import filled, floats
 
@@ -71,9 +72,7 @@ def with_gradients(call, stack, *streams):
     return results, pull_back((draw(7), draw(8)))
 
 
-def close(ours, expected, tolerance=1e-4):
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+close = functools.partial(closeness.close, tolerance=1e-4)
 
 
 @pytest.mark.parametrize(("depth", "rate"), [(4, 0.0), slow(2, 0.4)])

@@ -1,6 +1,5 @@
 """The Transformer language model with each mixer."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from effattn.decode import ContiguousState, RecurrentState, RingState, generate
 from effattn.testing.laws import rows_first
 from tests.marks import slow, slow_but_for
 from tests.nn.calls import call, extend
-from tests.nn.small_models import PLAIN, TOKENS, WINDOW, made
+from tests.nn.small_models import PLAIN, TOKENS, WINDOW, close, loss, made
 
 VARIANTS = {
     "softmax, rotary": {"num_layers": 1},
@@ -35,15 +34,6 @@ QUICK = "softmax, rotary", "mixed, learned, untied"
 @pytest.fixture(params=slow_but_for(QUICK, VARIANTS))
 def model(request):
     return made(**VARIANTS[request.param])
-
-
-def loss(model, tokens, rngs=None):
-    logits = model(tokens, rngs=rngs)
-    return jnp.mean(-jax.nn.log_softmax(logits)[:, :-1, 0])
-
-
-def close(actual, expected):
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def changed(token):

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +14,7 @@ from effattn.nn import Alibi, Block, EncoderDecoderConfig, RotaryEmbedding, Tran
 from tests.marks import slow_but_for
 from tests.nn.build import filled, floats
 from tests.nn.calls import call
-from tests.nn.small_models import CONFIG, PLAIN, TOKENS, made, make
-
-
-def close(actual, expected):
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+from tests.nn.small_models import CONFIG, PLAIN, TOKENS, close, made, make
 
 
 def test_options_of_a_mixer_win_over_those_of_the_model():

@@ -1,6 +1,5 @@
 """Training of Transformers: 16 bits, remat and dropout."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,16 +8,7 @@ import pytest
 from effattn.nn import Block, Transformer
 from tests.nn.build import floats
 from tests.nn.calls import call
-from tests.nn.small_models import PLAIN, TOKENS, made
-
-
-def loss(model, tokens, rngs=None):
-    logits = model(tokens, rngs=rngs)
-    return jnp.mean(-jax.nn.log_softmax(logits)[:, :-1, 0])
-
-
-def close(actual, expected):
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+from tests.nn.small_models import PLAIN, TOKENS, close, loss, made
 
 
 def test_bfloat16_computes_with_float32_parameters_gradients_and_logits(monkeypatch):
