@@ -5,7 +5,7 @@ import numpy as np
 
 
 def close(actual, expected, tolerance=1e-5):
-    """Each number is within `tolerance` of its own size, or of the largest of its array."""
+    """Asserts |actual - expected| <= tolerance (|expected| + max |expected|) for each array."""
 
     def assert_close(a, b):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())

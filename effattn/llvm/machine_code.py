@@ -1,7 +1,7 @@
 """Machine code of the kernels: LLVM's compiler, and a folder of what it has compiled.
 
-Machine code is stored by a hash of everything that it depends on: the code of the kernel in LLVM's
-language, the processor, and the version of LLVM. So it is never out of date.
+Machine code is stored under a hash of all that it depends on: the kernel's LLVM IR, the processor
+and its features, the version of LLVM and the options of the compiler. So it is never out of date.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _OFF = "loop_vectorization", "slp_vectorization", "loop_unrolling"
 
 @functools.cache
 def features() -> dict[str, bool]:
-    """Features of this processor by LLVM's names; none of a processor that LLVM does not know."""
+    """Features of this processor by LLVM's names; empty if LLVM does not know the processor."""
     from llvmlite import binding
 
     with contextlib.suppress(RuntimeError):

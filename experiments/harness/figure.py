@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from effattn.analysis.style import COLOURS, MARKERS, line
-from experiments.harness.report import SHARES, made_with
+from experiments.harness.report import SHARES, comparable_with
 from experiments.harness.statistics import front
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ LEGEND_LETTERS, TICK_LETTERS, SET_LETTERS = 100, 50, 12
 def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") -> None:
     """Draws `results.png`: curves of few mechanisms, or a ranking of many.
 
+    A ranking has the speeds of the largest group of mechanisms that were trained in the same
+    environments.
+
     With losses by position in long windows, it also draws `positions.png`, which shows whether a
     mechanism uses what is far. With several mechanisms that decode, and a measure of which more is
     better, it also draws `states.png`: that measure against the size of the decode state. With the
@@ -59,7 +62,7 @@ def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") ->
         seeds.setdefault(run["mechanism"], []).append(run)
     measure = Measure.of(task)
     if len(seeds) > MOST_CURVES:
-        comparable = max((made_with(mechanism, runs) for mechanism in seeds), key=len)
+        comparable = max((comparable_with(mechanism, runs) for mechanism in seeds), key=len)
         results = _ranking(seeds, measure, comparable)
     else:
         results = _curves(seeds, measure)
@@ -170,9 +173,10 @@ def _wrapped(name: str, letters: int) -> str:
 def _ranking(
     seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure, comparable: Collection[str]
 ) -> Figure:
-    """Draws the measure, best first: on the validation set, on the last set, and the speeds.
+    """Draws a row for each mechanism, best first.
 
-    Only the speeds of comparable mechanisms are drawn.
+    The panels have the measure on the validation set and on the last held-out set, and the speeds
+    of comparable mechanisms.
     """
     sets = list(next(iter(seeds.values()))[0]["held_out"])
     sign = -1 if measure.more_is_better else 1

@@ -155,7 +155,7 @@ def relative_table(summary: Mapping[str, Any]) -> str | None:
     reference = rows.get(REFERENCE)
     if reference is None or len(rows) == 1:
         return None
-    comparable = made_with(REFERENCE, summary["runs"], summary.get("environment"))
+    comparable = comparable_with(REFERENCE, summary["runs"], summary.get("environment"))
 
     def speed(name: str, row: Mapping[str, Any]) -> str:
         if name not in comparable:
@@ -173,13 +173,13 @@ def relative_table(summary: Mapping[str, Any]) -> str | None:
     return f"{found}\n\n{note}"
 
 
-def made_with(
+def comparable_with(
     mechanism: str, runs: Sequence[Mapping[str, Any]], here: Mapping[str, str] | None = None
 ) -> frozenset[str]:
-    """Returns the mechanisms whose speeds compare with that of a mechanism.
+    """Returns the mechanisms whose training speeds can be compared with that of `mechanism`.
 
-    Seed by seed, they were trained in the same environments. `here` is the environment of the runs
-    that name none.
+    Seed by seed, the environments of their runs are equal, apart from the commit. `here` is the
+    environment of runs without an entry "environment".
     """
     made_by: dict[str, list[Any]] = {}
     for run in runs:

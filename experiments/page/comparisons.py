@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.harness.metrics import is_number
-from experiments.harness.report import SHARES, made_with, markdown_table
+from experiments.harness.report import SHARES, comparable_with, markdown_table
 from experiments.harness.statistics import Mean, front, mean
 from experiments.page.published import Published
 from experiments.page.results import Result, no_number
@@ -129,7 +129,7 @@ class Table(Result):
         if self.summary.get("at_once", 1) > 1:
             return "several runs shared the machine"
         first = next(iter(self.runs))
-        if made_with(first, self.summary["runs"], self.environment) < self.runs.keys():
+        if comparable_with(first, self.summary["runs"], self.environment) < self.runs.keys():
             return "the runs were made in several environments"
         return None
 
@@ -149,7 +149,10 @@ def in_seeds(counts: Sequence[int]) -> str:
 
 
 def fronts(table: Table) -> dict[str, list[str]]:
-    """Returns the Pareto front of quality and each cost that at least two mechanisms have."""
+    """Returns the Pareto front of quality and each cost, by cost.
+
+    Costs that fewer than two mechanisms have, and speeds that cannot be compared, have none.
+    """
     quality = {m: table.sign * v.value for m, v in table.measured(table.sets[0]).items()}
     found = {}
     for cost, (sign, _, _) in COSTS.items():

@@ -1,4 +1,4 @@
-"""The forms of AFT are each other at their limits, in linear memory."""
+"""AFT's forms agree in special cases, and packed AFT-full has gradients in linear memory."""
 
 import functools
 
@@ -24,7 +24,7 @@ def compiled(function, **options):
 
 
 @pytest.mark.parametrize("is_causal", [True, slow(False)])
-def test_the_forms_of_aft_are_each_other_at_their_limits(is_causal):
+def test_the_forms_of_aft_agree_in_special_cases(is_causal):
     """With equal biases, full and conv are simple; with a full window, local is full."""
     factors = RNG.normal(size=(2, 9, 3)).astype(np.float32)
     run = functools.partial(compiled, effattn.attention_free, is_causal=is_causal)
@@ -124,6 +124,6 @@ FILTERS, FACTORS = np.zeros((2, 9, D)), (np.zeros((9, 2)), np.zeros((9, 2)))
         ),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)

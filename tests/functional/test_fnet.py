@@ -38,6 +38,6 @@ def test_fourier_mixing_agrees_with_transformers():
         (lambda: FNet(8, norm=2, rngs=nnx.Rngs(0)), 'norm must be "backward" or "ortho", got 2'),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)

@@ -1,4 +1,4 @@
-"""Spatial gating starts as the identity."""
+"""Spatial gating is the identity at its initial values, and causal where asked."""
 
 import functools
 
@@ -17,11 +17,15 @@ def compiled(function, **options):
     return jax.jit(functools.partial(function, **options))
 
 
-def test_spatial_gating_starts_from_the_token_itself():
+def test_spatial_gating_with_zero_weights_is_the_identity():
     weights, bias = np.zeros((9, 9), np.float32), np.ones(9, np.float32)
     close(jax.jit(effattn.spatial_gating)(X, X, weights, bias), X)
+
+
+def test_causal_spatial_gating_ignores_later_tokens():
+    bias = np.zeros(9, np.float32)
     causal = compiled(effattn.spatial_gating, is_causal=True)
-    assert not np.any(causal(X, X, np.eye(9, k=1), 0 * bias))
+    assert not np.any(causal(X, X, np.eye(9, k=1), bias))
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,6 @@ def test_spatial_gating_starts_from_the_token_itself():
         ),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)

@@ -91,6 +91,6 @@ IDS = np.ones((2, 9), int)
         ),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)

@@ -123,6 +123,6 @@ IDS = np.ones((2, 9), int)
         (lambda: S4D(D, state_size=3, rngs=nnx.Rngs(0)), "state_size must be even"),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)

@@ -22,7 +22,7 @@ def compiled(function, **options):
     return jax.jit(functools.partial(function, **options))
 
 
-def test_a_factorised_synthesizer_is_one_of_its_products():
+def test_a_factorized_synthesizer_weighs_by_products_of_its_factors():
     heads = 2
     coarse, fine, value = (
         RNG.normal(size=(2, 9, heads, size)).astype(np.float32) for size in (3, 4, 5)
@@ -133,6 +133,6 @@ def test_tables_that_are_not_trained_have_no_gradient():
         ),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)

@@ -73,7 +73,7 @@ def test_code_of_another_processor_is_not_read(kernels, compiled, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["none", "not writable"])
-def test_without_a_folder_it_is_compiled_each_time(tmp_path, monkeypatch, compiled, where):
+def test_without_a_folder_code_is_compiled_each_time(tmp_path, monkeypatch, compiled, where):
     (tmp_path / "kernels").touch()  # a file where the folder would be
     monkeypatch.setattr(cache, "folder", lambda: None if where == "none" else tmp_path)
     assert result(41) == result(41) == 42

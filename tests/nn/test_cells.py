@@ -1,4 +1,4 @@
-"""LSTM and GRU are those of Flax."""
+"""LSTM and GRU agree with Flax."""
 
 import jax
 import jax.numpy as jnp

@@ -50,6 +50,6 @@ def test_the_classifier_reads_the_text_alone():
         ),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)

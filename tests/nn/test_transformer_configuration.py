@@ -149,7 +149,7 @@ def test_a_mixer_that_cannot_do_what_the_model_asks_is_named():
         make(mixer={"name": "linear", "local_window_size": 3})
 
 
-def test_what_looks_one_way_alone_is_refused_in_models_that_look_the_other():
+def test_causal_mixers_are_refused_in_bidirectional_models():
     with pytest.raises(ValueError, match="'sparse_transformer' lacks 'bidirectional'"):
         make(is_causal=False, mixer="sparse_transformer")
 

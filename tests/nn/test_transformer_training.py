@@ -88,7 +88,7 @@ def test_dropout_needs_rngs_and_is_off_without():
     np.testing.assert_array_equal(run(plain, jax.random.key(0)), call(plain, TOKENS))
 
 
-def test_all_that_drops_has_a_key_of_its_own(monkeypatch):
+def test_each_dropout_has_a_key_of_its_own(monkeypatch):
     """Embeddings, the output of each sublayer, and the weights of mixers have dropout."""
     model = made(**{**PLAIN, "num_layers": 2}, mixer={"name": "softmax", "dropout_rate": 0.5})
 

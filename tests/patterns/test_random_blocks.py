@@ -50,7 +50,7 @@ def test_causal_random_blocks_lie_before_their_row():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ends", [(2, 1), (0, 0)])
-def test_what_is_left_out_is_not_drawn(causal, ends):
+def test_excluded_blocks_are_not_drawn(causal, ends):
     pattern = RandomBlocks(4, 3, seed=1, causal=causal, window=5, ends=ends)
     blocks = pattern.blocks((200, 200))
     for row, chosen in enumerate(blocks):
