@@ -67,7 +67,8 @@ class Config(TextOptions):
     def finish(self, folder: Path, settings: dict[str, Any]) -> None:
         """Draws time and memory of the compared mechanisms against length, in `costs.png`.
 
-        Only mechanisms that are given by their name alone are measured.
+        Only mechanisms that are given by their name alone are measured. A figure of other
+        mechanisms, from an earlier command, is removed.
         """
         path, numbers = folder / "costs.png", folder / "costs.json"
         if not self.costs:
@@ -76,13 +77,18 @@ class Config(TextOptions):
         from experiments.costs import curves
 
         plain = [name for name in self.mechanisms if name in registry.names()]
+        known = None
         if numbers.is_file():
             remedy = f"delete {numbers} to measure again"
-            if read_json(numbers, ("mechanisms",), remedy)["mechanisms"] == plain:
-                return
-        if not plain:
+            known = read_json(numbers, ("mechanisms",), remedy)["mechanisms"]
+        if known == plain or not (known or plain):
             return
         with folders.claimed(folder, settings):
+            # An earlier command compared other mechanisms.
+            for earlier in (path, numbers):
+                earlier.unlink(missing_ok=True)
+            if not plain:
+                return
             print("Measuring time and memory against length, for 45 seconds at most.", flush=True)
             points = curves.measure_lengths(plain)
             if len({point.length for point in points}) > 1:

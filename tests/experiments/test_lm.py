@@ -581,3 +581,6 @@ def test_time_and_memory_against_length_are_drawn_for_plain_names(tmp_path, monk
     # Other mechanisms in the same folder are measured again.
     dataclasses.replace(config, mechanisms=("linear", "softmax,dropout=0.1")).finish(tmp_path, {})
     assert measured[1:] == [["linear"]]
+    # A figure of mechanisms that are not compared is removed.
+    dataclasses.replace(config, mechanisms=("softmax/linear",)).finish(tmp_path, {})
+    assert not list(tmp_path.glob("costs.*")) and len(measured) == 2
