@@ -19,7 +19,7 @@ import pathlib
 import jax
 import pytest
 
-LIMIT, LIMIT_OF_FIRST = 0.7, 1.5  # seconds
+LIMIT, LIMIT_OF_FIRST = 0.5, 1.5  # seconds
 ALWAYS = (
     "agrees_with_the_naive_form",
     "nothing_reaches_back",
