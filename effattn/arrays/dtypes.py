@@ -41,6 +41,11 @@ def product(*factors: Any) -> jax.Array:
     return functools.reduce(operator.mul, alike(*factors))
 
 
+def added(total: jax.Array, term: jax.Array) -> jax.Array:
+    """The sum in the dtype of `total`, for sums of many terms."""
+    return total + term.astype(total.dtype)
+
+
 def lowest(dtype: Any) -> np.number[Any]:
     """Finite stand-in for -inf, the log-sum-exp of a row without keys.
 

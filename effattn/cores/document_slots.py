@@ -130,7 +130,7 @@ def attend(
 
     of_keys, of_values = (jnp.moveaxis(x.astype(dtype), -1, 0) for x in weights)
     logits = lax.map(lambda weight: logits_of(weight, rows, key), of_keys)  # (r, *B, T, K, G)
-    logits = given.scale * logits
+    logits = dtypes.product(given.scale, logits)
     if given.soft_cap is not None:
         logits = given.soft_cap * jnp.tanh(logits / given.soft_cap)
     lse = jax.nn.logsumexp(logits, 0)

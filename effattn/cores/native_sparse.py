@@ -437,7 +437,7 @@ def _attend_compressed(
         query, at = x
         begin, last, own, first = (number[:, None] for number in at)
         is_seen = ((ends[None] >= begin) & (ends[None] <= last))[:, None]
-        logits = options["scale"] * product("tgh,mh->tgm", query, keys)
+        logits = dtypes.product(options["scale"], product("tgh,mh->tgm", query, keys))
         weights, total, _ = exponentials(logits, is_seen)
         weights = weights / total
 

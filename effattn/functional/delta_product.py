@@ -105,7 +105,8 @@ def delta_product_attention(
     query, key, later_keys = dtypes.alike(given.query, given.key, later_keys)
     query = in_order(*[jnp.zeros_like(query)] * (steps - 1), query)
     key = in_order(key, *each(later_keys, axis + 1))
-    value = in_order(given.value, *each(later_values, axis + 1))
+    value, later_values = dtypes.alike(given.value, later_values)
+    value = in_order(value, *each(later_values, axis + 1))
     given_steps = recurrence.check(query, key, value, **_of_steps(options, steps))
     out, state = recurrence.run(
         "delta_product_attention",

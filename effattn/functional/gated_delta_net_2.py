@@ -86,7 +86,7 @@ def gated_delta_rule_2_attention(
 def _terms(scale, query, keys) -> Terms:
     """Terms of the rule for the core, which reads the state before its decay."""
     key, value, log_decay, erase, write = keys
-    recalled = dtypes.product(jnp.exp(log_decay), erase * key)
+    recalled = dtypes.product(jnp.exp(log_decay), erase, key)
     return Terms(
         dtypes.product(query, scale),
         key,

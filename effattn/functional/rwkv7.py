@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks
+from effattn.arrays import checks, dtypes
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
 from effattn.naive import over_tokens, with_naive
@@ -79,7 +79,7 @@ def rwkv7_attention(
 
 def _terms(_, query, keys) -> Terms:
     key, value, log_decay, removal_key, learning_rate = keys
-    removed = learning_rate * removal_key
+    removed = dtypes.product(learning_rate, removal_key)
     return Terms(query, key, value, log_decay, removed=removed, recalled=removal_key)
 
 

@@ -200,10 +200,13 @@ def _untrained(query, precision, weights, vectors):
     """Outputs `(*B, T, N, Hv)` of the initial model for queries `(*B, T, N, H)`."""
     groups = query.shape[-2] // max(len(weights), 1)
 
-    def by_query(x):
-        return lead(jnp.repeat(x, groups, 0), query.ndim)
+    def of_heads(x):
+        return jnp.repeat(x, groups, 0).astype(query.dtype)
 
-    heads = jnp.repeat(weights, groups, 0)
+    def by_query(x):
+        return lead(of_heads(x), query.ndim)
+
+    heads = of_heads(weights)
     out = jnp.einsum("...nh,nhv->...nv", query, heads, precision=precision)
     out += by_query(vectors["initial_bias"])
     return normalised(out, by_query(vectors["norm_scale"]), by_query(vectors["norm_bias"]))

@@ -271,7 +271,8 @@ def score_mod_of(arrays: Mapping[str, Any], simple: bool):
     """A `score_mod` with a learned slope a head; if not simple, it depends on every index."""
 
     def score_mod(logit, b, h, i, j):
-        logit = logit - arrays["slope"][h] * jnp.abs(i - j).astype(logit.dtype)
+        slope = arrays["slope"][h].astype(logit.dtype)
+        logit = logit - slope * jnp.abs(i - j).astype(logit.dtype)
         return logit if simple else logit * (1 + ((b + 2 * i + 3 * j) % 5).astype(float) / 8)
 
     return score_mod

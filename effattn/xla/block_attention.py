@@ -21,7 +21,6 @@ are stacked as rows, r = G t, so each key head needs plain matrix products only.
 import dataclasses
 import functools
 import itertools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +155,7 @@ def backward(
                 tiles.add_keys(patch, d_value, d_value_tile),
                 tiles.add_pairs(patch, d_bias, d_bias_tile),
                 d_additive,
-                jax.tree.map(operator.add, d_constants, d_constants_tile),
+                jax.tree.map(dtypes.added, d_constants, d_constants_tile),
             )
 
         start = (tiles.full(query.shape, 0), *others)

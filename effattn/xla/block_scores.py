@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays import dropout, mesh_axes
+from effattn.arrays import dropout, dtypes, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import positions_from
 from effattn.xla.block_tiles import Tiles
@@ -46,7 +46,7 @@ class ScoredTiles(Tiles):
         def gradients_of_additive(d_products):
             d_rows, d_keys, d_weights = pull_back(d_products.astype(products.dtype))
             d_keys = jnp.swapaxes(d_keys.astype(self.dtype), -1, -2)
-            return d_rows.astype(self.dtype), d_keys, d_additive + d_weights
+            return d_rows.astype(self.dtype), d_keys, dtypes.added(d_additive, d_weights)
 
         return products, gradients_of_additive
 

@@ -196,7 +196,7 @@ def backward(
             more, d_state, *d_block = blocks.pull_back(
                 cotangents, config, span.chunk, x.parameters, state, *block
             )
-            d_parameters = jax.tree.map(jnp.add, d_parameters, more)
+            d_parameters = jax.tree.map(dtypes.added, d_parameters, more)
             return (d_state, d_parameters, _put(span, index, d_inputs, tuple(d_block), axis)), None
 
         carry, _ = lax.scan(step, carry, (jnp.arange(span.blocks), starts), reverse=True)

@@ -41,18 +41,12 @@ def sizes_of(subject):
     return Sizes((ROWS,), LENGTH, LENGTH, HEADS, 2 if subject.has("grouped") else HEADS)
 
 
-@dtyped
-@pytest.mark.parametrize("everything", [False, True], ids=["tokens alone", "all that is claimed"])
-@pytest.mark.parametrize(
-    "subject", slow_but_for(QUICK, dict.fromkeys([*MECHANISMS, *LAST])), ids=str
-)
-def test_functions_and_their_gradients(subject, everything, dtype):
-    """The test covers each direction."""
+def assert_no_gradient_promotes(subject, everything, to_dtypes):
+    """Checks outputs and gradients in each direction, of arrays that `to_dtypes` has converted."""
     sizes = sizes_of(subject)
     for is_causal in [c for c in (True, False) if subject.has("causal" if c else "bidirectional")]:
         extent = Extent(is_causal, everything, tuning=False)
-        arrays = functions.draw_arrays(subject, sizes, everything)
-        arrays = functions.cast(subject, arrays, dtype)
+        arrays = to_dtypes(functions.draw_arrays(subject, sizes, everything))
         known = functions.neutral(subject, sizes, extent) if everything else {}
         cotangents = functions.cotangents_of(subject, extent, arrays, known)
 
@@ -64,6 +58,32 @@ def test_functions_and_their_gradients(subject, everything, dtype):
 
         with nothing_promoted():
             jax.eval_shape(run, arrays, known, cotangents)
+
+
+@dtyped
+@pytest.mark.parametrize("everything", [False, True], ids=["tokens alone", "all that is claimed"])
+@pytest.mark.parametrize(
+    "subject", slow_but_for(QUICK, dict.fromkeys([*MECHANISMS, *LAST])), ids=str
+)
+def test_functions_and_their_gradients(subject, everything, dtype):
+    assert_no_gradient_promotes(
+        subject, everything, lambda arrays: functions.cast(subject, arrays, dtype)
+    )
+
+
+@dtyped
+@pytest.mark.parametrize("of_others", [jnp.float32, jnp.bfloat16], ids=["wide", "narrow"])
+@pytest.mark.parametrize(
+    "subject", slow_but_for([s for s in MECHANISMS if s.name == "rwkv7"], MECHANISMS), ids=str
+)
+def test_decays_gates_and_parameters_of_any_dtype(subject, of_others, dtype):
+    """Query, key and value have one dtype, all other arrays another one or the same."""
+
+    def to_dtypes(arrays):
+        tokens = {name: arrays.pop(name).astype(dtype) for name in ("query", "key", "value")}
+        return tokens | jax.tree.map(lambda x: x.astype(of_others), arrays)
+
+    assert_no_gradient_promotes(subject, everything=True, to_dtypes=to_dtypes)
 
 
 def built(subject, **options):
