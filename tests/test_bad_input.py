@@ -136,10 +136,14 @@ def test_lengths_are_not_negative(subject, name):
 @pytest.mark.parametrize(
     "name", [n for n in registry.names() if "lengths" in registry.get(n).capabilities]
 )
-def test_modules_take_no_negative_lengths(name):
+def test_modules_take_no_lengths_that_there_are_not(name):
     mixer = jax.eval_shape(lambda: build(name))
-    with pytest.raises(ValueError, match="lengths must"):
-        jax.eval_shape(lambda m: m(jnp.ones((2, 4, 8)), lengths=np.array([1, -1])), mixer)
+    for wrong in (-1, 5):
+        lengths = np.array([1, wrong])
+        with pytest.raises(ValueError, match="^lengths must lie between 0 and the 4 tokens given"):
+            jax.eval_shape(
+                lambda m, lengths=lengths: m(jnp.ones((2, 4, 8)), lengths=lengths), mixer
+            )
 
 
 # Modules: constructor arguments and call arguments

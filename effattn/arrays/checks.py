@@ -166,8 +166,13 @@ _RULES: dict[Any, Callable[[str, Any], Any]] = {
 }
 
 
-def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
-    """Checks lengths, integers `(*B)`; without batch dimensions also `(1,)`, as in `jax.nn`."""
+def lengths(
+    name: str, value: Any, batch: Sequence[int], most: int | None = None
+) -> jax.Array | None:
+    """Checks lengths, integers `(*B)`; without batch dimensions also `(1,)`, as in `jax.nn`.
+
+    Without `most`, lengths above the number of tokens are accepted, also as in `jax.nn`.
+    """
     if value is None:
         return None
     given, value = value, as_array(name, value)
@@ -179,6 +184,11 @@ def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
             f"{value.dtype} of shape {value.shape}"
         )
     not_negative(name, given)
+    numbers = None if most is None else known(given)
+    if numbers is not None and np.max(numbers, initial=0) > most:
+        raise ValueError(
+            f"{name} must lie between 0 and the {most} tokens given, got {np.max(numbers)}"
+        )
     return counts(value)
 
 

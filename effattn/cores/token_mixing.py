@@ -49,7 +49,7 @@ def check(
     checks.known_length(mechanism, like, axis=-2)
     batch, time = like.shape[:2]
     valid = starts = None
-    lengths = checks.lengths("lengths", lengths, (batch,))
+    lengths = checks.lengths("lengths", lengths, (batch,), time)
     if lengths is not None:
         valid = within(lengths, time)
     pair = checks.segment_ids(segment_ids, (batch,), time, time)

@@ -6,6 +6,7 @@ any number T >= 1 of new tokens; row b has `lengths[b]` valid tokens, right padd
 prefill, unequal prompts and single steps are the same call.
 """
 
+import math
 from typing import Any, Protocol
 
 import jax
@@ -64,19 +65,21 @@ def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
     return row_lengths(lengths, batch, time)
 
 
-def row_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
+def row_lengths(lengths: Any, batch: int, time: int, *, name: str = "lengths") -> jax.Array:
     """Checks `lengths` as `new_lengths` does, but also allows sequences without tokens."""
     if lengths is None:
         return jnp.full((batch,), time, jnp.int32)
-    known, lengths = checks.known(lengths), checks.as_array("lengths", lengths)
+    known, lengths = checks.known(lengths), checks.as_array(name, lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
-            f"lengths must be integers of shape ({batch},), one for each row, "
+            f"{name} must be integers of shape ({batch},), one for each row, "
             f"got {lengths.dtype} of shape {lengths.shape}"
         )
-    if known is not None and (known.min(initial=0) < 0 or known.max(initial=0) > time):
+    # The open length of an exported program compares with no number.
+    most = time if isinstance(time, int) else math.inf
+    if known is not None and (known.min(initial=0) < 0 or known.max(initial=0) > most):
         raise ValueError(
-            f"lengths must lie between 0 and the {time} tokens given, got {known.tolist()}"
+            f"{name} must lie between 0 and the {time} tokens given, got {known.tolist()}"
         )
     return lengths.astype(jnp.int32)
 

@@ -12,9 +12,10 @@ from jax.extend import core as jex_core
 
 from effattn.arrays import checks, dtypes, mesh_axes, segments
 from effattn.arrays.linear_map import with_derivatives
+from effattn.decode.state import row_lengths
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
-from effattn.nn.tokens import checked_ids, checked_lengths, zero_padding
+from effattn.nn.tokens import checked_ids, zero_padding
 
 # Maps the stream that a part reads to what it adds to the other stream, and to further results.
 Part = Callable[[jax.Array], tuple[jax.Array, Any]]
@@ -93,7 +94,7 @@ class ReversibleStack(Module):
         batch, time, _ = x1.shape
         given: dict[str, Any] = {}
         if lengths is not None:
-            given["lengths"] = checked_lengths(lengths, batch)
+            given["lengths"] = row_lengths(lengths, batch, time)
         if segment_ids is not None:
             given["segment_ids"] = checked_ids(segment_ids, batch, time)
         if rngs is not None:

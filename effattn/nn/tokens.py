@@ -75,21 +75,13 @@ def padding_of(
     keywords: dict[str, Any] = {}
     if lengths is not None:
         binding.require("lengths", f"{prefix}lengths")
-        lengths = checked_lengths(lengths, batch, prefix)
+        lengths = row_lengths(lengths, batch, time, name=f"{prefix}lengths")
         keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
     if segment_ids is not None:
         binding.require("segments", f"{prefix}segment_ids")
         segment_ids = checked_ids(segment_ids, batch, time, prefix)
         keywords["segment_ids"] = segment_ids
     return keywords, valid(lengths, segment_ids, time)
-
-
-def checked_lengths(lengths: Any, batch: int, prefix: str = "") -> jax.Array:
-    """Returns lengths as an array; raises `ValueError` unless they are integers (batch,)."""
-    checks.not_negative(f"{prefix}lengths", lengths)
-    lengths = checks.as_array(f"{prefix}lengths", lengths)
-    _check_integers(f"{prefix}lengths", lengths, (batch,))
-    return lengths
 
 
 def checked_ids(segment_ids: Any, batch: int, time: int, prefix: str = "") -> jax.Array:

@@ -214,7 +214,7 @@ def test_what_it_cannot_take_is_named():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_padding_of_another_batch_is_refused(rows):
     layers, x = stack(1), draw(0)
-    with pytest.raises(ValueError, match=r"lengths must be integers of shape \(2,\), got .*"):
+    with pytest.raises(ValueError, match=r"lengths must be integers of shape \(2,\), one for .*"):
         layers(x, lengths=np.full(rows, 2))
     with pytest.raises(
         ValueError, match=r"segment_ids must be integers of shape \(2, 11\), got .*"
