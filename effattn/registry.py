@@ -5,6 +5,7 @@ not import Flax: `Mechanism.builder` is the name of a module class, imported on 
 """
 
 import dataclasses
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -297,7 +298,10 @@ def register(mechanism: Mechanism) -> Mechanism:
 def get(name: str) -> Mechanism:
     """Returns the entry of that name; `ValueError` with the known names if there is none."""
     if not isinstance(name, str) or name not in _MECHANISMS:
-        raise ValueError(f"unknown mechanism {name!r}; registered are {', '.join(names())}")
+        similar = difflib.get_close_matches(str(name), names(), cutoff=0.7)
+        advice = f"; did you mean {' or '.join(similar)}?" if similar else ""
+        known = ", ".join(names())
+        raise ValueError(f"unknown mechanism {name!r}; registered are {known}{advice}")
     return _MECHANISMS[name]
 
 
