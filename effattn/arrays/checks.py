@@ -273,6 +273,12 @@ def segment_ids(
                 f"segment_ids of the {name} must be integers of shape {shape}, got {ids.dtype} of "
                 f"shape {ids.shape}"
             )
+        numbers = known(ids) if ids.dtype == jnp.int32 else None
+        if numbers is not None and np.min(numbers, initial=0) < -_MOST:
+            raise ValueError(
+                f"segment_ids of the {name} must be above -2**31, which marks masked keys; give "
+                "that document another number"
+            )
     return _ids_in_32_bits(*pair)
 
 

@@ -230,3 +230,17 @@ def test_lengths_and_offsets_beyond_32_bits_are_those_of_the_end():
     np.testing.assert_allclose(all_keys, call(x, x, x), atol=1e-6)
     np.testing.assert_allclose(ahead, call(x, x, x), atol=1e-6)
     np.testing.assert_array_equal(behind, 0)
+
+
+@pytest.mark.parametrize("convert", [jnp.asarray, np.asarray, np.ndarray.tolist])
+def test_the_id_of_masked_keys_is_refused(convert):
+    x = jnp.ones((1, 3, 1, 4))
+    for ids, is_refused in (([1, -(2**31), 0], True), ([1, 1 - 2**31, 0], False)):
+        given = convert(np.array([ids], np.int32))
+        if is_refused:
+            with pytest.raises(
+                ValueError, match=r"segment_ids of the query must be above -2\*\*31"
+            ):
+                effattn.dot_product_attention(x, x, x, segment_ids=given)
+        else:
+            effattn.dot_product_attention(x, x, x, segment_ids=given)
