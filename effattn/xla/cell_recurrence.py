@@ -22,6 +22,8 @@ def cell_recurrence(
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs and the carry after the last token, as `effattn.cores.cell_recurrence`."""
     batch, output = carry.ndim - 3, OUTPUT[config.cell]
+    # Gradients of what all tokens share are summed over the scan, in the dtype that it has here.
+    recurrent, bias = recurrent.astype(carry.dtype), bias.astype(carry.dtype)
 
     def one_token(before, inputs):
         token, start, is_valid = inputs

@@ -1,4 +1,4 @@
-"""LSTM and GRU agree with Flax."""
+"""LSTM and GRU agree with Flax; gradients of cells in 16 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from effattn.nn import GRU, LSTM
+from effattn.nn import GRU, LSTM, SLSTM
 from tests.closeness import close
 
 RNG = np.random.default_rng(0)
@@ -40,3 +40,27 @@ def test_bidirectional_baselines_are_those_of_flax(layer):
     found = mixer(X, lengths=lengths)
     for row, length in enumerate(lengths):
         close(found[row, :length], expected[row, :length])
+
+
+@pytest.mark.parametrize("layer", [LSTM, GRU, SLSTM])
+def test_gradients_of_16_bit_parameters_are_summed_over_tokens_in_float32(layer):
+    """A sum of 1024 terms in bfloat16 would not grow beyond 256 times a term.
+
+    The gradient of the matrix of the tokens is one product, and XLA's.
+    """
+    mixer = layer(D, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+    weights = np.arange(1, D + 1, dtype=np.float32)
+
+    @jax.jit
+    def gradients(mixer, x):
+        return jax.grad(lambda mixer: (mixer(x) * weights).sum())(mixer)
+
+    x = jnp.ones((1, 1024, D))
+    wide = gradients(jax.tree.map(lambda p: p.astype(np.float32), mixer), x)
+    narrow = gradients(mixer, x.astype(jnp.bfloat16))
+    shared = "dense_h" if hasattr(mixer.cell, "dense_h") else "recurrent"
+    of_wide, of_narrow = (jax.tree.leaves(getattr(m.cell, shared)) for m in (wide, narrow))
+    for expected, found in zip(of_wide, of_narrow, strict=True):
+        atol = 0.02 * abs(expected).max()
+        np.testing.assert_allclose(found.astype(np.float32), expected, rtol=0, atol=atol)
