@@ -60,6 +60,10 @@ def test_the_signature_shows_the_options_of_the_groups():
 def test_other_arguments_are_refused_as_python_does():
     with pytest.raises(TypeError, match=r"pooling\(\) got an unexpected keyword argument 'sink'"):
         pooling(jnp.ones(3), rate=1.0, sink=None)
+    with pytest.raises(TypeError, match=r"argument 'rat'; did you mean rate\?$"):
+        pooling(jnp.ones(3), rat=1.0)
+    with pytest.raises(TypeError, match="'is_causal'; known are query, key, value, log_decay"):
+        effattn.retention(*(jnp.ones((4, 1, 2)),) * 3, is_causal=True)
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'rate'"):
         pooling(jnp.ones(3))
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'segment_ids'"):

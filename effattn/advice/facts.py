@@ -1,6 +1,5 @@
 """Facts about mechanisms in plain words, derived from the registry."""
 
-import difflib
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from effattn import registry
+from effattn.arrays import checks
 from effattn.registry import Mechanism
 
 EXACT, APPROXIMATE, OTHER = "exact", "approximate", "other"
@@ -69,10 +69,7 @@ def check_known(what: str, name: Any, known: Sequence[str]) -> str:
     """Returns the name; the `ValueError` for a name that is not known suggests similar names."""
     if name in known:
         return name
-    similar = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
-    similar += [each for each in known if str(name) in each and each not in similar][:3]
-    advice = f"did you mean {' or '.join(similar)}?" if similar else f"known are {', '.join(known)}"
-    raise ValueError(f"unknown {what} {name!r}; {advice}")
+    raise ValueError(f"unknown {what} {name!r}; {checks.suggestion(name, known)}")
 
 
 def kind(entry: Mechanism) -> str:

@@ -1,5 +1,6 @@
 """Shared argument checks, at trace time. An invalid argument raises `ValueError`."""
 
+import difflib
 import functools
 import inspect
 import math
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from effattn.arrays import dtypes
 
 # Positions are int32. Counts and sides of windows are limited to 2**30, and offsets to 2**29. Their
 # sums then do not overflow, and a window of 2**30 tokens reaches every key.
@@ -40,13 +43,25 @@ def checked(function: Function) -> Function:
     def call(*args, **kwargs):
         if not takes_any and (unknown := kwargs.keys() - parameters.keys()):
             name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-            raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
+            wrong = min(unknown)
+            raise TypeError(
+                f"{name}() got an unexpected keyword argument {wrong!r}; "
+                f"{suggestion(wrong, [each for each in parameters if each != 'self'])}"
+            )
         known = zip(names, args, strict=False)
         first = [rules[n](n, x) if n in rules else x for n, x in known]
         named = {n: rules[n](n, x) if n in rules else x for n, x in kwargs.items()}
         return function(*first, *args[len(first) :], **named)
 
     return call  # type: ignore[return-value]
+
+
+def suggestion(name: Any, known: Iterable[str]) -> str:
+    """Advice for an unknown name: the most similar names, or all that are known."""
+    known = tuple(known)
+    close = difflib.get_close_matches(str(name), known, cutoff=0.6)
+    close += [each for each in known if str(name) in each and each not in close][:3]
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
 
 
 def positional(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -445,6 +460,41 @@ def shaped(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
             f"{value.shape}"
         )
     return value
+
+
+def complex_numbers(name: str, value: Any, shape: Sequence[Any], wide: Any) -> jax.Array:
+    """Checks complex numbers of a shape, at least as wide as `wide`.
+
+    A name in the shape, such as `("D", 4)`, stands for any size.
+    """
+    array = jnp.asarray(value)
+    fits = array.ndim == len(shape) and all(
+        isinstance(size, str) or size == given
+        for size, given in zip(shape, array.shape, strict=True)
+    )
+    if not fits or not jnp.iscomplexobj(array):
+        sizes = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(
+            f"{name} must be complex of shape ({sizes}), got {array.dtype} of shape {array.shape}"
+        )
+    return array.astype(dtypes.common(wide, jnp.complex64))
+
+
+def rates(name: str, value: Any, shape: Sequence[Any], wide: Any) -> jax.Array:
+    """Checks the rates of modes: `complex_numbers` whose real part, if concrete, is 0 or less."""
+    array, numbers = complex_numbers(name, value, shape, wide), known(value)
+    if numbers is not None and (numbers.real > 0).any():
+        raise ValueError(
+            f"{name} must have real parts of 0 or less, got up to {numbers.real.max():.4g}; a mode "
+            "with a rate above 0 grows without bound"
+        )
+    return array
+
+
+def steps(value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Checks the step sizes of a state space: of that shape and, if concrete, 0 or more."""
+    between("step_size", value, 0)
+    return shaped("step_size", value, shape)
 
 
 def dtype(name: str, value: Any) -> Any:

@@ -66,33 +66,45 @@ def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
 
 
 def row_lengths(lengths: Any, batch: int, time: int, *, name: str = "lengths") -> jax.Array:
-    """Checks `lengths` as `new_lengths` does, but also allows sequences without tokens."""
+    """Checks `lengths` as `new_lengths` does, but also allows sequences without tokens.
+
+    Lengths that are no JAX array, and all tokens, are NumPy arrays: they are known in a trace.
+    """
+    # The open length of an exported program compares with no number.
+    is_open = not (isinstance(time, int) and isinstance(batch, int))
     if lengths is None:
-        return jnp.full((batch,), time, jnp.int32)
-    known, lengths = checks.known(lengths), checks.as_array(name, lengths)
-    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        of_all: Any = (jnp if is_open else np).full((batch,), time, np.int32)
+        return of_all
+    known, array = checks.known(lengths), checks.as_array(name, lengths)
+    if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be integers of shape ({batch},), one for each row, "
-            f"got {lengths.dtype} of shape {lengths.shape}"
+            f"got {array.dtype} of shape {array.shape}"
         )
-    # The open length of an exported program compares with no number.
     most = time if isinstance(time, int) else math.inf
     if known is not None and (known.min(initial=0) < 0 or known.max(initial=0) > most):
         raise ValueError(
             f"{name} must lie between 0 and the {time} tokens given, got {known.tolist()}"
         )
-    return lengths.astype(jnp.int32)
+    kept: Any = array if known is None or isinstance(lengths, jax.Array) else known
+    return kept.astype(np.int32)
 
 
 def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None:
-    """Raises `ValueError` if a row would outgrow `capacity` and the lengths are concrete."""
-    if is_concrete(length, lengths):
-        needed = int(np.max(np.asarray(length) + np.asarray(lengths), initial=0))
-        if needed > capacity:
-            raise ValueError(
-                f"the state holds at most {capacity} tokens a row, got {needed}; call init_state "
-                f"with max_length of at least {needed}"
-            )
+    """Raises `ValueError` if a row would outgrow `capacity`, as far as the lengths are concrete.
+
+    `length` counts the tokens of each row before, `lengths` its new tokens. Where only the new ones
+    are known, as in a trace, they alone are compared.
+    """
+    if not is_concrete(lengths):
+        return
+    before = np.asarray(length) if is_concrete(length) else 0
+    needed = int(np.max(before + np.asarray(lengths), initial=0))
+    if needed > capacity:
+        raise ValueError(
+            f"the state holds at most {capacity} tokens a row, got {needed}; call init_state with "
+            f"max_length of at least {needed}"
+        )
 
 
 def bounded(size: int, max_length: int) -> tuple[int, int | None]:

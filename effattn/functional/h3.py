@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import dtypes
+from effattn.arrays import checks, dtypes
 from effattn.cores import token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.functional.s4d import s4_convolution
@@ -64,10 +64,10 @@ def h3_mixing(
       key: `(B, T, N H)`, in the dtype of the query. In H3, a short convolution of the keys comes
         first.
       value: `(B, T, N H)`, in the dtype of the query.
-      rate: A, `(N, M)` complex, one of each pair of modes; nonzero, with real parts of 0 or less.
-        The number of heads is that of its rows.
+      rate: A, `(N, M)` complex, one of each pair of modes; nonzero, with real parts of 0 or less,
+        checked if concrete. The number of heads is that of its rows.
       output: C, `(N, M)` complex.
-      step_size: dt, `(N,)`, positive.
+      step_size: dt, `(N,)`, 0 or more, checked if concrete.
       skip: d, `(N,)`, or None for no skip term.
       **options: lengths, packing and state: see `effattn.options.TokenMixing`.
 
@@ -76,7 +76,7 @@ def h3_mixing(
       `(B, N, M, H, H)` complex. Computed in at least float32.
 
     Raises:
-      ValueError: shapes, dtypes or options that do not fit.
+      ValueError: shapes, dtypes or options that do not fit; rates or steps of the wrong sign.
     """
     given = {"query": query, "key": key, "value": value}
     query, key, value, valid, _ = token_mixing.check("h3_mixing", given, **options)
@@ -92,13 +92,8 @@ def h3_mixing(
     q, k, v = (x.astype(wide).reshape(batch, time, heads, size) for x in (query, key, value))
     initial = options.get("initial_state")
     if initial is not None:
-        initial = jnp.asarray(initial)
         shape = batch, *rate.shape, size, size
-        if initial.shape != shape or not jnp.iscomplexobj(initial):
-            raise ValueError(
-                f"initial_state must be complex of shape {shape}, got {initial.dtype} of shape "
-                f"{initial.shape}"
-            )
+        initial = checks.complex_numbers("initial_state", initial, shape, wide)
 
     def convolve(x, state):
         return s4_convolution(

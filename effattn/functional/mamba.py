@@ -57,7 +57,7 @@ def selective_scan(
       query: C, `(*B, T, N, F)`, with any number of batch dimensions; F is the state size.
       key: B, `(*B, T, K, F)`, N a multiple of K: query head n reads key head n // (N // K).
       value: x, `(*B, T, K, D)`.
-      step_size: dt (after the softplus), `(*B, T, K, D)`, positive.
+      step_size: dt (after the softplus), `(*B, T, K, D)`, 0 or more, checked if concrete.
       rate: A, `(K, D, F)`, 0 or less, checked if concrete.
       skip: d, `(K, D)`, or None for no skip term; requires N = K.
       chunk_size: tokens between two stored states in XLA; tuning only.
@@ -68,7 +68,7 @@ def selective_scan(
       `(*B, K, F, D)` in the promoted dtype of the inputs, at least float32.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options, or a rate above 0.
+      ValueError: wrong shapes, dtypes or options, a rate above 0, or a negative step size.
       NotImplementedError: a named implementation does not take these arguments.
     """
     given = recurrence.check(
@@ -76,7 +76,7 @@ def selective_scan(
     )
     checks.known_length("selective_scan", given.query)
     value, (heads, size) = given.value, given.value.shape[-2:]
-    steps = checks.shaped("step_size", step_size, value.shape)
+    steps = checks.steps(step_size, value.shape)
     out, state = recurrence.run(
         "selective_scan",
         _terms,

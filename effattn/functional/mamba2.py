@@ -48,7 +48,7 @@ def state_space_duality(
       key: B, `(*B, T, K, F)`.
       value: x, `(*B, T, V, P)`. N and V are K, or one of them is a multiple of K. In Mamba-2,
         value head v uses key and query head v // (V // K).
-      step_size: dt (after the softplus), `(*B, T, V)`, positive.
+      step_size: dt (after the softplus), `(*B, T, V)`, 0 or more, checked if concrete.
       rate: A, `(V,)`, 0 or less, checked if concrete.
       skip: D, `(V,)`, or None for no skip term; requires V >= N.
       **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
@@ -58,12 +58,12 @@ def state_space_duality(
       state `(*B, V, F, P)` in the promoted dtype of the inputs, at least float32.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options, or a rate above 0.
+      ValueError: wrong shapes, dtypes or options, a rate above 0, or a negative step size.
       NotImplementedError: a named implementation does not take these arguments.
     """
     given = recurrence.check(query, key, value, value_heads=True, **options)
     heads, value = given.value.shape[-2], given.value
-    steps = checks.shaped("step_size", step_size, value.shape[:-1])
+    steps = checks.steps(step_size, value.shape[:-1])
     out, state = recurrence.run(
         "state_space_duality",
         _terms,

@@ -149,8 +149,7 @@ def trapezoidal_scan(
         )
     shape = [*shape, heads // rank]
     log_decay = recurrence.check_log_decay(log_decay, tuple(shape))
-    step_size = checks.shaped("step_size", step_size, tuple(shape))
-    checks.between("step_size", step_size, 0)
+    step_size = checks.steps(step_size, tuple(shape))
     trapezoid = checks.shaped("trapezoid", trapezoid, tuple(shape))
     checks.between("trapezoid", trapezoid, 0, 1)
     pairs = angle.shape[-1] if angle.ndim else 0

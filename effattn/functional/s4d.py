@@ -1,6 +1,6 @@
 """S4D: diagonal state space models of each feature, run as convolutions or recurrences."""
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +53,9 @@ def s4_convolution(
 
     Args:
       x: `(B, T, D)`.
-      rate: A, `(D, M)` complex; nonzero, with real parts of 0 or less.
+      rate: A, `(D, M)` complex; nonzero, with real parts of 0 or less, checked if concrete.
       output: C, `(D, M)` complex; B is all ones, because only the product B C matters.
-      step_size: dt, `(D,)`, positive.
+      step_size: dt, `(D,)`, 0 or more, checked if concrete.
       skip: d, `(D,)`, or None for no skip term.
       method: "convolution" or "recurrence". None selects the convolution, or, with `segment_ids`,
         the recurrence.
@@ -67,7 +67,8 @@ def s4_convolution(
       by rounding errors (`causality="rounding"`).
 
     Raises:
-      ValueError: shapes, dtypes or options that do not fit; packed documents by convolution.
+      ValueError: shapes, dtypes or options that do not fit; rates or steps of the wrong sign;
+        packed documents by convolution.
     """
     if method not in (None, "convolution", "recurrence"):
         raise ValueError(f'method must be "convolution", "recurrence" or None, got {method!r}')
@@ -79,22 +80,14 @@ def s4_convolution(
     x, valid, starts = token_mixing.check("s4_convolution", {"x": x}, **options)
     initial, (batch, _, features) = options.get("initial_state"), x.shape
     dtype, wide = x.dtype, dtypes.wide(x.dtype)
-    rate, output = (_complex(n, a, features, wide) for n, a in (("rate", rate), ("output", output)))
-    if rate.shape != output.shape:
-        raise ValueError(
-            f"rate and output must have the same shape, got {rate.shape} and {output.shape}"
-        )
-    step_size = checks.shaped("step_size", step_size, (features,)).astype(wide)
+    rate = checks.rates("rate", rate, (features, "M"), wide)
+    output = checks.complex_numbers("output", output, rate.shape, wide)
+    step_size = checks.steps(step_size, (features,)).astype(wide)
     logs = dtypes.product(step_size[:, None], rate)
     given, u = (batch, *rate.shape), x.astype(wide)
-    state = None if initial is None else jnp.asarray(initial)
-    if state is not None:
-        if state.shape != given or not jnp.iscomplexobj(state):
-            raise ValueError(
-                f"initial_state must be complex of shape {given}, got {state.dtype} of shape "
-                f"{state.shape}"
-            )
-        state = state.astype(rate.dtype)
+    state = None
+    if initial is not None:
+        state = checks.complex_numbers("initial_state", initial, given, wide).astype(rate.dtype)
     y, last = diagonal_spaces.mix(
         "s4_convolution",
         u,
@@ -107,16 +100,6 @@ def s4_convolution(
         y = y + lead(checks.shaped("skip", skip, (features,)).astype(wide), 3) * u
     y = cleared(y, valid).astype(dtype)
     return (y, last) if options.get("return_state") else y
-
-
-def _complex(name: str, value: Any, features: int, dtype: Any) -> jax.Array:
-    value = jnp.asarray(value)
-    if value.ndim != 2 or value.shape[0] != features or not jnp.iscomplexobj(value):
-        raise ValueError(
-            f"{name} must be complex of shape ({features}, M), got {value.dtype} of shape "
-            f"{value.shape}"
-        )
-    return value.astype(dtypes.common(dtype, jnp.complex64))
 
 
 registry.register(

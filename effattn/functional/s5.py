@@ -1,6 +1,6 @@
 """S5: one diagonal state space with many inputs and outputs, by a scan over time."""
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +74,10 @@ def s5_scan(
 
     Args:
       x: `(B, T, D)`.
-      rate: A, `(P,)` complex; nonzero, with real parts of 0 or less.
+      rate: A, `(P,)` complex; nonzero, with real parts of 0 or less, checked if concrete.
       input: B, `(P, D)` complex.
       output: C, `(D, P)` complex if causal, else `(2, D, P)`, C and C'.
-      step_size: dt, `(P,)`, positive.
+      step_size: dt, `(P,)`, 0 or more, checked if concrete.
       skip: d, `(D,)`, or None for no skip term.
       **options: direction, lengths, packing and state: see `effattn.options`. Only causal calls
         have a state.
@@ -87,7 +87,7 @@ def s5_scan(
       complex. Computed in at least float32.
 
     Raises:
-      ValueError: shapes, dtypes or options that do not fit.
+      ValueError: shapes, dtypes or options that do not fit; rates or steps of the wrong sign.
     """
     x, valid, starts = token_mixing.check("s5_scan", {"x": x}, **options)
     batch, time, features = x.shape
@@ -97,15 +97,15 @@ def s5_scan(
             "initial_state and return_state need is_causal=True, as the tokens after a part of a "
             "sequence change its outputs, got is_causal=False; leave them out"
         )
-    wide, modes = dtypes.wide(x.dtype), rate.shape[0] if rate.ndim == 1 else 0
-    directions = () if is_causal else (2,)
-    rate = _complex("rate", rate, (modes,), wide)
-    input = _complex("input", input, (modes, features), wide)
-    output = _complex("output", output, (*directions, features, modes), wide)
-    step_size = checks.shaped("step_size", step_size, (modes,)).astype(wide)
+    wide, directions = dtypes.wide(x.dtype), () if is_causal else (2,)
+    rate = checks.rates("rate", rate, ("P",), wide)
+    (modes,) = rate.shape
+    input = checks.complex_numbers("input", input, (modes, features), wide)
+    output = checks.complex_numbers("output", output, (*directions, features, modes), wide)
+    step_size = checks.steps(step_size, (modes,)).astype(wide)
     if initial is None:
         initial = jnp.zeros((batch, modes), rate.dtype)
-    state = _complex("initial_state", initial, (batch, modes), wide)
+    state = checks.complex_numbers("initial_state", initial, (batch, modes), wide)
     logs = dtypes.product(step_size, rate)
     matrix, powers = (jnp.expm1(logs) / rate)[:, None] * input, jnp.exp(logs)
     added = _written(x, matrix)
@@ -162,16 +162,6 @@ def _passed(decay, added, state):
         return state, None
     pair = decay.prod(1), linear_scan(decay, added, jnp.zeros_like(state))[:, -1]
     return passed_states.chained(parts, pair, state, lambda before, p: p[0] * before + p[1])
-
-
-def _complex(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Checks a complex array, and makes it at least as wide as `dtype`."""
-    value = jnp.asarray(value)
-    if value.shape != shape or not jnp.iscomplexobj(value):
-        raise ValueError(
-            f"{name} must be complex of shape {shape}, got {value.dtype} of shape {value.shape}"
-        )
-    return value.astype(dtypes.common(dtype, jnp.complex64))
 
 
 registry.register(

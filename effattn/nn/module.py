@@ -45,16 +45,21 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
     parameters, names = signature.parameters, checks.positional(init)
     check = {name: rule for name, rule in _BY_NAME.items() if name in parameters}
     by_name = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     required = [p.name for p in by_name if p.default is p.empty]
     init = checks.checked(init)
 
     @functools.wraps(init)
     def checked(*args, **kwargs):
+        made = f"{type(args[0]).__name__}()"
+        if len(args) > len(names) and not takes_any:
+            raise TypeError(
+                f"{made} takes {', '.join(names[1:]) or 'nothing'} by position, got "
+                f"{len(args) - 1} arguments; pass the others by name"
+            )
         missing = [name for name in required if name not in kwargs]
         if missing:
-            raise TypeError(
-                f"{type(args[0]).__name__}() missing required keyword argument {missing[0]!r}"
-            )
+            raise TypeError(f"{made} missing required keyword argument {missing[0]!r}")
         for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
             if name in check:
                 check[name](name, value)

@@ -5,7 +5,6 @@ heads; it calls the mechanism on them, and a second all-to-all gives back its ow
 heads. Each device sends and receives (P - 1) / P of its parts of query, key, value and output.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from jax import lax
 
 from effattn.arrays import checks, mesh_axes
 from effattn.cores import sequence_parts
-from effattn.parallel.parts import over_parts
+from effattn.parallel.parts import over_parts, without_partial
 
 _GATHERED = frozenset({"global_mask", "positions", "segment_ids"})  # (*B, T), needed whole
 _OF_ROWS = frozenset(
@@ -57,14 +56,12 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
       returns `(*B, T / P, N, Hv)`.
 
     Raises:
-      ValueError: on call, the heads cannot be divided by the devices, or an option is refused.
+      ValueError: the function cannot be called; or, on call, the heads cannot be divided by the
+        devices, or an option is refused.
     """
     if isinstance(function, nnx.Module) and _is_mixer(function):  # it calls `attend_in_parts`
         return over_parts("exchange_heads", function, axis_name)
-    given: dict[str, Any] = {}
-    while isinstance(function, functools.partial) and not function.args:
-        given = {**function.keywords, **given}
-        function = function.func
+    function, given = without_partial("exchange_heads", function)
 
     def run(*arrays, **options):
         inputs, options = _named(function, arrays, {**given, **options})

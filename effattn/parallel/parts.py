@@ -15,6 +15,25 @@ from effattn.cores import sequence_parts
 _LENGTHS = {"lengths": -2, "query_seq_lengths": -3, "key_value_seq_lengths": -3}
 
 
+def without_partial(form: str, function: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function in a `functools.partial` of keyword arguments, and these arguments.
+
+    Raises:
+      ValueError: it cannot be called.
+    """
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        given = {**function.keywords, **given}
+        function = function.func
+    if not callable(function):
+        advice = "; effattn.registry.get(name).function has that of a name"
+        raise ValueError(
+            f"{form} takes a function or a module, got {function!r}"
+            f"{advice if isinstance(function, str) else ''}"
+        )
+    return function, given
+
+
 def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
     """The function or module for the tokens of this device; lengths count all tokens.
 
@@ -24,12 +43,9 @@ def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Calla
       axis_name: the mesh axis.
 
     Raises:
-      ValueError: on call, the form does not take the function.
+      ValueError: it cannot be called; or, on call, the form does not take the function.
     """
-    given: dict[str, Any] = {}
-    while isinstance(function, functools.partial) and not function.args:
-        given = {**function.keywords, **given}
-        function = function.func
+    function, given = without_partial(form, function)
     names = list(inspect.signature(function).parameters)
 
     def run(*arrays, **options):

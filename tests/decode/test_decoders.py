@@ -152,6 +152,8 @@ def test_a_row_that_outgrows_a_state_that_it_bounds_is_refused(name):
     state = decoder.init(2, 7, 2, 8, 6, jnp.float32)
     with pytest.raises(ValueError, match="holds at most 7 tokens a row, got 8"):
         decoder.extend(*heads(8), state)
+    with pytest.raises(ValueError, match="holds at most 7 tokens a row, got 8"):
+        jax.eval_shape(decoder.extend, *heads(8), state)  # known within a trace too
     full = dataclasses.replace(state, **_of_length(state, 7))
     with pytest.raises(ValueError, match="holds at most 7 tokens a row, got 8"):
         decoder.extend(*heads(1), full, jnp.array([0, 1]))

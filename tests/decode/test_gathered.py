@@ -373,7 +373,8 @@ def test_a_traced_overflow_is_not_seen():
     """Tokens past the capacity attend to the stored tokens only."""
     decoder = decoder_of("sparse_transformer", stride=4)
     query, key, value = draw(7)
-    out = extended(decoder, (query, key, value), (7,), capacity=5)
+    state, lengths = empty(decoder, len(query), 5), jnp.full(len(query), 7)
+    out, _ = jax.jit(decoder.extend)(query, key, value, state, lengths)
     # At such an early position, a token reaches the 4 tokens before it.
     options = {"is_causal": True, "local_window_size": (4, 0)}
     attend = jax.jit(functools.partial(effattn.dot_product_attention, **options))

@@ -66,6 +66,14 @@ def test_without_decay_it_is_linear_attention():
             lambda: effattn.h3_mixing(Q, K, V, **SPACE, initial_state=np.zeros((2, 3, 4, 2, 2))),
             r"initial_state must be complex of shape \(2, 3, 4, 2, 2\), got float",
         ),
+        (
+            lambda: effattn.h3_mixing(Q, K, V, **{**SPACE, "rate": -POLES}),
+            "rate must have real parts of 0 or less",
+        ),
+        (
+            lambda: effattn.h3_mixing(Q, K, V, **{**SPACE, "step_size": -SPACE["step_size"]}),
+            "step_size must be 0 or more, got -",
+        ),
         (lambda: effattn.h3_mixing(Q, K[:, 1:], V, **SPACE), "key must be float32 of shape"),
         (
             lambda: H3(6, head_dim=4, rngs=nnx.Rngs(0)),

@@ -120,6 +120,7 @@ def test_the_skip_adds_values_and_none_in_the_padding():
     "options, message",
     [
         ({"step_size": np.ones((2, 8, 2))}, r"step_size must .*\(2, 8, 4\)"),
+        ({"step_size": -np.ones((2, 8, 4))}, "step_size must be 0 or more, got -1"),
         ({"rate": np.zeros(2)}, r"rate must be floating point of shape \(4,\), got .*\(2,\)"),
         (
             {"rate": np.full(4, 2.0)},

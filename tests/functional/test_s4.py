@@ -113,6 +113,18 @@ IDS = np.ones((2, 9), int)
             r"rate must be complex of shape \(6, M\)",
         ),
         (
+            lambda: effattn.s4_convolution(X, **{**STATE_SPACE, "rate": COMPLEX + 0.5}),
+            "rate must have real parts of 0 or less, got up to 0.5",
+        ),
+        (
+            lambda: effattn.s4_convolution(X, **{**STATE_SPACE, "output": COMPLEX[:, :1]}),
+            r"output must be complex of shape \(6, 2\), got complex64 of shape \(6, 1\)",
+        ),
+        (
+            lambda: effattn.s4_convolution(X, **{**STATE_SPACE, "step_size": -np.ones(D)}),
+            "step_size must be 0 or more, got -1",
+        ),
+        (
             lambda: effattn.s4_convolution(X, **STATE_SPACE, initial_state=COMPLEX),
             r"initial_state must be complex of shape \(2, 6, 2\), got complex64 of shape \(6, 2\)",
         ),
@@ -125,4 +137,4 @@ IDS = np.ones((2, 9), int)
 )
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(call)
+        call()

@@ -98,6 +98,14 @@ SPACE_OF = {**SPACE, "output": OUTPUT[0], "is_causal": True}
             "initial_state and return_state need is_causal=True",
         ),
         (
+            lambda: effattn.s5_scan(X, **{**SPACE_OF, "rate": RATE[None]}),
+            r"rate must be complex of shape \(P,\), got complex64 of shape \(1, ",
+        ),
+        (
+            lambda: effattn.s5_scan(X, **{**SPACE_OF, "rate": -RATE}),
+            "rate must have real parts of 0 or less",
+        ),
+        (
             lambda: S5(8, state_size=6, num_blocks=2, rngs=nnx.Rngs(0)),
             "state_size must be a multiple of 4, as each of 2 blocks has pairs of modes, got 6",
         ),

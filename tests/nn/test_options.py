@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from effattn.nn import AFTLocal, CrossAttention, FNet, LinformerSelfAttention, Mamba2, SelfAttention
+from effattn.nn import (
+    LSTM,
+    AFTLocal,
+    CrossAttention,
+    FNet,
+    LinformerSelfAttention,
+    Mamba2,
+    SelfAttention,
+)
 from effattn.nn.initializers import kernel_init
 
 NEEDED = inspect.Parameter.empty
@@ -54,6 +62,13 @@ def test_an_instance_has_the_signature_of_its_call():
 def test_options_are_checked(options, error, message):
     with pytest.raises(error, match=message):
         Mamba2(8, 2, **{"rngs": nnx.Rngs(0), **options})
+
+
+def test_arguments_by_name_are_not_taken_by_position():
+    with pytest.raises(
+        TypeError, match=r"^LSTM\(\) takes in_features by position, got 2 arguments"
+    ):
+        LSTM(8, 2, rngs=nnx.Rngs(0))
 
 
 def test_rngs_are_needed():

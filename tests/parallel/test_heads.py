@@ -197,6 +197,14 @@ def fails(message, heads=HEADS, key_heads=HEADS, function=effattn.dot_product_at
         run(*arrays)
 
 
+@pytest.mark.parametrize("form", [parallel.exchange_heads, parallel.share_keys])
+def test_a_name_is_no_function(form):
+    with pytest.raises(
+        ValueError, match="takes a function or a module, got 'softmax'; effattn.reg"
+    ):
+        form("softmax", "sequence")
+
+
 def test_what_cannot_be_exchanged_is_one_sentence():
     fails("the 4 devices of the mesh axis 'sequence' must divide the 2 heads of query", 2, 2)
     fails("key must have a number of heads that divides the 4 devices .* got 6", 12, 6)
