@@ -311,14 +311,6 @@ def entry_of(function: Any) -> Mechanism | None:
     return next((entry for entry in entries if entry.function is function), None)
 
 
-def those_with(capability: str) -> str:
-    """The first mechanisms with a capability, and how many there are, for messages."""
-    found = names(capability)
-    first, count = ", ".join(found[:5]) or "none", len(found)
-    more = f" and {count - 5} more, see effattn.registry.names({capability!r})"
-    return first + (more if count > 5 else "")
-
-
 def names(capability: str | None = None) -> tuple[str, ...]:
     """Registered names in order of registration: all, or those with the given capability."""
     if capability is not None and (

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn.arrays import dtypes
+from effattn.arrays import dtypes, mesh_axes
 
 # Positions are int32. Counts and sides of windows are limited to 2**30, and offsets to 2**29. Their
 # sums then do not overflow, and a window of 2**30 tokens reaches every key.
@@ -151,9 +151,10 @@ def as_array(name: str, value: Any) -> jax.Array:
     try:
         if value is None:
             raise TypeError("None is not an array")
-        return jnp.asarray(value)
+        array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be an array of numbers, got {_quoted(value)}") from error
+    return mesh_axes.on_mesh_that_is_set(array)
 
 
 def _passed_on(name, value):

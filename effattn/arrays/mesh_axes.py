@@ -18,6 +18,17 @@ def explicit(x: jax.Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
+def on_mesh_that_is_set(x: jax.Array) -> jax.Array:
+    """Places an array without a mesh on the explicit mesh of `jax.set_mesh`, whole on each device.
+
+    JAX's types do not mix the two: zeros that are made here are on the mesh that is set.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return reshard(x, PartitionSpec())
+
+
 def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec) -> Callable:
     """Wraps `function` so that explicit mesh axes are automatic inside (`jax.sharding.auto_axes`).
 

@@ -87,6 +87,7 @@ class Binding:
           what: the argument that needs the capability, for the error message.
         """
         if not self.has(capability):
+            names = ", ".join(registry.names(capability)) or "none"
             lacks = f"lacks {capability!r} ({registry.CAPABILITIES[capability]})"
             mechanism = self.mechanism
             if mechanism is not None and capability in mechanism.reasons:
@@ -96,7 +97,7 @@ class Binding:
                 lacks = f"takes no {takes}"
             raise ValueError(
                 f"{what} was given, but attention {self.name!r} {lacks}; "
-                f"registered mechanisms that have it: {registry.those_with(capability)}"
+                f"registered mechanisms that have it: {names}"
             )
 
     def check_complete(self, keywords: Mapping[str, Any]) -> None:

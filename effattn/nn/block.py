@@ -380,7 +380,7 @@ def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
                 raise ValueError(
                     "positions='alibi' needs the capability 'score_mod', which "
                     f"{entry.name!r} lacks; registered mechanisms that have it: "
-                    f"{registry.those_with('score_mod')}"
+                    f"{', '.join(registry.names('score_mod'))}"
                 )
         positions["score_mod"] = Alibi(config.num_heads)
     given = {

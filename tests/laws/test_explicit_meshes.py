@@ -129,6 +129,29 @@ def test_the_numbers_of_a_function_are_those_of_one_device(mechanism):
     functions.assert_close(jax.jit(call)(placed), expected, 2e-6)
 
 
+RECURRENT = [s for s in MECHANISMS if s.name in ("retention", "delta_net")]
+UNPLACED = [*FIRST_OF_FAMILY, *(s for s in RECURRENT if s not in FIRST_OF_FAMILY)]
+
+
+@pytest.mark.parametrize("mechanism", slow_but_for([UNPLACED[0], *RECURRENT], UNPLACED), ids=str)
+def test_arrays_on_no_mesh_are_placed_on_the_mesh_that_is_set(mechanism):
+    extent = Extent(mechanism.has("causal"), tuning=False)
+    arrays = functions.draw_plain(mechanism, 0)
+
+    def call(arrays):
+        return functions.call(mechanism, extent, arrays, {})["out"]
+
+    @jax.jit
+    def gradients(of_tokens):
+        return jax.grad(lambda of_tokens: (call({**arrays, **of_tokens}) ** 2).sum())(of_tokens)
+
+    of_tokens = {name: arrays[name] for name in mechanism.of_tokens}
+    expected = call(arrays), gradients(of_tokens)
+    with jax.set_mesh(devices()):
+        functions.assert_close(call(arrays), expected[0], 2e-6)
+        functions.assert_close(gradients(of_tokens), expected[1], 5e-6)
+
+
 def test_self_attention_and_cross_attention():
     own = filled(lambda: SelfAttention(16, 4, rngs=nnx.Rngs(0)))
     assert_same(lambda m, x: m(x), own, FLOATS)
