@@ -18,6 +18,7 @@ from effattn.decode.moba import MobaDecoder, MobaState
 from effattn.decode.native_sparse import NativeSparseDecoder, NativeSparseState
 from effattn.decode.path import PathDecoder, PathState
 from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
+from effattn.decode.rewind import RewindableState, rewind
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.routing import RoutingDecoder, RoutingState
 from effattn.decode.sampling import sample_token
@@ -56,6 +57,7 @@ __all__ = [
     "PathState",
     "RecurrentDecoder",
     "RecurrentState",
+    "RewindableState",
     "RingDecoder",
     "RingState",
     "RoutingDecoder",
@@ -67,5 +69,6 @@ __all__ = [
     "StreamingState",
     "TokenState",
     "generate",
+    "rewind",
     "sample_token",
 ]

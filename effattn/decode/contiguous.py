@@ -24,6 +24,10 @@ class ContiguousState:
     value: jax.Array
     length: jax.Array
 
+    def forget(self, n: jax.Array) -> "ContiguousState":
+        """The state without the last n tokens of each row; causality hides what stays in slots."""
+        return dataclasses.replace(self, length=self.length - n)
+
 
 def empty(sizes: Sizes) -> ContiguousState:
     """Returns an empty cache for `max_length` tokens a row."""

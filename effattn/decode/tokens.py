@@ -24,6 +24,16 @@ class TokenState:
     tokens: Any
     length: jax.Array
 
+    def forget(self, n: jax.Array) -> "TokenState":
+        """The state without the last n tokens of each row."""
+        length = self.length - n
+
+        def cleared(kept):
+            is_kept = within(length, kept.shape[1])
+            return jnp.where(is_kept.reshape(*is_kept.shape, *(1,) * (kept.ndim - 2)), kept, 0)
+
+        return dataclasses.replace(self, tokens=jax.tree.map(cleared, self.tokens), length=length)
+
 
 def append(state: TokenState, new: Any, lengths: jax.Array) -> TokenState:
     """Appends T new tokens, a pytree of `(B, T, ...)`: see `append_to`."""

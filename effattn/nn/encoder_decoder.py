@@ -6,10 +6,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from effattn import registry
 from effattn.arrays import mesh_axes
+from effattn.decode.rewind import (
+    RewindableState,
+    extend_rewindable,
+    refuse_with_rewind,
+    rewind,
+    rewindable,
+)
 from effattn.decode.state import check_state, row_lengths
 from effattn.nn import initializers
 from effattn.nn.block import Layer, Routing, Streams, Sublayer
@@ -96,6 +104,15 @@ class EncoderDecoderState:
     def length(self) -> jax.Array:
         """Number of tokens read by the decoder, `(B,)` int32."""
         return self.decoder.length
+
+    @property
+    def parts(self) -> tuple[TransformerState]:
+        """The states of the parts, which `forget` changes."""
+        return (self.decoder,)
+
+    def forget(self, n: jax.Array) -> "EncoderDecoderState":
+        """The state without the last n tokens of each row."""
+        return dataclasses.replace(self, decoder=self.decoder.forget(n))
 
 
 def _cross_module(attention: Any) -> Callable[..., CrossAttention]:
@@ -392,7 +409,8 @@ class EncoderDecoder(Module):
         dtype: Any = None,
         *,
         lengths: jax.Array | None = None,
-    ) -> EncoderDecoderState:
+        max_rewind: int = 0,
+    ) -> Any:
         """Returns the decode state before the first target token.
 
         The state holds the projected keys and values of the source, so that decoding steps do not
@@ -403,32 +421,44 @@ class EncoderDecoder(Module):
           max_length: maximum number of target tokens per row.
           dtype: dtype of the decoder's caches; default the decoder's dtype.
           lengths: `(B,)` int, valid source tokens; default S.
+          max_rewind: most target tokens that `rewind` can forget; default 0, none.
         """
         encoded = tokens_of("encoded", encoded, self.config.encoder.out_features)
-        return EncoderDecoderState(
+        batch = encoded.shape[0]
+        state = EncoderDecoderState(
             contexts=self._contexts(encoded, lengths),
-            decoder=self.decoder.init_state(encoded.shape[0], max_length, dtype),
+            decoder=self.decoder.init_state(batch, max_length, dtype),
         )
+        return rewindable(state, max_rewind, jax.ShapeDtypeStruct((batch, 1), np.int32))
 
     @mesh_axes.on_mesh_of_input
     def extend(
         self,
         tokens: jax.Array,
-        state: EncoderDecoderState,
+        state: Any,
         *,
         lengths: jax.Array | None = None,
         global_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, EncoderDecoderState]:
+    ) -> tuple[jax.Array, Any]:
         """Returns the logits for T >= 1 new target tokens, and the state: see `TransformerLM`."""
         tokens = token_ids(tokens)
-        check_state(state, EncoderDecoderState, tokens.shape[0])
-        given = state.decoder, lengths, global_mask, state.contexts
-        features, decoder = self.decoder._extend(tokens, *given)
-        return self.decoder._logits(features), dataclasses.replace(state, decoder=decoder)
 
-    def step(
-        self, tokens: jax.Array, state: EncoderDecoderState
-    ) -> tuple[jax.Array, EncoderDecoderState]:
+        def extend(tokens, state, lengths):
+            check_state(state, EncoderDecoderState, tokens.shape[0])
+            given = state.decoder, lengths, global_mask, state.contexts
+            features, decoder = self.decoder._extend(tokens, *given)
+            return self.decoder._logits(features), dataclasses.replace(state, decoder=decoder)
+
+        if isinstance(state, RewindableState):
+            refuse_with_rewind("global_mask", global_mask)
+            return extend_rewindable(extend, tokens, state, lengths)
+        return extend(tokens, state, lengths)
+
+    def rewind(self, state: Any, n: int | jax.Array) -> Any:
+        """Forgets the last n target tokens of each row: see `effattn.decode.rewind`."""
+        return rewind(state, n)
+
+    def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """Calls `extend` with one token per row, `(B, 1)`."""
         return self.extend(one_token(tokens), state)
 
@@ -457,22 +487,30 @@ class Given:
     encoded: jax.Array
     lengths: jax.Array | None
 
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> EncoderDecoderState:
+    def init_state(
+        self, batch: int, max_length: int, dtype: Any = None, *, max_rewind: int = 0
+    ) -> Any:
         """Returns the decode state before the first target token; one row per source."""
         if batch != self.encoded.shape[0]:
             raise ValueError(
                 f"batch must be {self.encoded.shape[0]}, the number of encoded sources, got "
                 f"{batch}; give a source for each row"
             )
-        return self.model.init_state(self.encoded, max_length, dtype, lengths=self.lengths)
+        return self.model.init_state(
+            self.encoded, max_length, dtype, lengths=self.lengths, max_rewind=max_rewind
+        )
 
     def extend(
         self,
         tokens: jax.Array,
-        state: EncoderDecoderState,
+        state: Any,
         *,
         lengths: jax.Array | None = None,
         global_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, EncoderDecoderState]:
+    ) -> tuple[jax.Array, Any]:
         """Calls `EncoderDecoder.extend`."""
         return self.model.extend(tokens, state, lengths=lengths, global_mask=global_mask)
+
+    def rewind(self, state: Any, n: int | jax.Array) -> Any:
+        """Calls `EncoderDecoder.rewind`."""
+        return self.model.rewind(state, n)

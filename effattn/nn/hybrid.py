@@ -34,6 +34,16 @@ class HybridState:
     groups: tuple[Any, ...]
     length: jax.Array
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The states of the parts, which `forget` changes."""
+        return self.groups
+
+    def forget(self, n: jax.Array) -> "HybridState":
+        """The state without the last n tokens of each row."""
+        groups = tuple(group.forget(n) for group in self.groups)
+        return dataclasses.replace(self, groups=groups, length=self.length - n)
+
 
 class SeveralMixers(CausalMixer):
     """Base class of mixers that give all tokens to several mixers, and combine their outputs.
@@ -65,9 +75,7 @@ class SeveralMixers(CausalMixer):
             for mixer in self.mixers
         ]
 
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
-        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
-        self._check_causal()
+    def _initial(self, batch, max_length, dtype):
         groups = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)
         return HybridState(groups, jnp.zeros((batch,), jnp.int32))
 

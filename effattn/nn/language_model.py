@@ -9,13 +9,20 @@ from flax import nnx
 
 from effattn import registry
 from effattn.arrays import dtypes, mesh_axes
+from effattn.decode.rewind import (
+    RewindableState,
+    extend_rewindable,
+    refuse_with_rewind,
+    rewind,
+    rewindable,
+)
 from effattn.decode.state import check_init
 from effattn.nn import initializers
 from effattn.nn.block import Routing
 from effattn.nn.configuration import TransformerConfig, dtypes_of
 from effattn.nn.placement import axes
 from effattn.nn.projection import dot_general
-from effattn.nn.tokens import one_token
+from effattn.nn.tokens import one_token, token_ids
 from effattn.nn.transformer import Transformer, TransformerState
 
 
@@ -118,7 +125,9 @@ class TransformerLM(Transformer):
         features, costs = self._features_and_costs(tokens, marks, rngs)
         return self._logits(features), costs
 
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TransformerState:
+    def init_state(
+        self, batch: int, max_length: int, dtype: Any = None, *, max_rewind: int = 0
+    ) -> Any:
         """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
         if not self.config.is_causal:
             raise ValueError(
@@ -136,31 +145,41 @@ class TransformerLM(Transformer):
                 f"max_length must be at most {self.positions.num_embeddings}, the number of "
                 f"learned positions, got {max_length}; configure the model with a larger max_length"
             )
-        return TransformerState(
+        state = TransformerState(
             layers=tuple(block.init_state(batch, max_length, dtype) for block in self.blocks),
             length=jnp.zeros((batch,), jnp.int32),
         )
+        return rewindable(state, max_rewind, jax.ShapeDtypeStruct((batch, 1), jnp.int32))
 
     @mesh_axes.on_mesh_of_input
     def extend(
         self,
         tokens: jax.Array,
-        state: TransformerState,
+        state: Any,
         *,
         lengths: jax.Array | None = None,
         global_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, TransformerState]:
+    ) -> tuple[jax.Array, Any]:
         """Returns the logits for T >= 1 new tokens that follow the tokens in `state`.
 
         Arguments are those of `SelfAttention.extend`, with tokens `(B, T)` as in `__call__` in
         place of x, and `global_mask` for the new tokens. Returns `(logits (B, T, V), state)`.
         """
-        features, state = self._extend(tokens, state, lengths, global_mask)
-        return self._logits(features), state
 
-    def step(
-        self, tokens: jax.Array, state: TransformerState
-    ) -> tuple[jax.Array, TransformerState]:
+        def extend(tokens, state, lengths):
+            features, state = self._extend(tokens, state, lengths, global_mask)
+            return self._logits(features), state
+
+        if isinstance(state, RewindableState):
+            refuse_with_rewind("global_mask", global_mask)
+            return extend_rewindable(extend, token_ids(tokens), state, lengths)
+        return extend(tokens, state, lengths)
+
+    def rewind(self, state: Any, n: int | jax.Array) -> Any:
+        """Forgets the last n tokens of each row: see `effattn.decode.rewind`."""
+        return rewind(state, n)
+
+    def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """Calls `extend` with one token per row, `(B, 1)`."""
         return self.extend(one_token(tokens), state)
 

@@ -12,6 +12,13 @@ from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import within
 from effattn.cores import sequence_parts
 from effattn.decode.hierarchical import HierarchicalState
+from effattn.decode.rewind import (
+    RewindableState,
+    extend_rewindable,
+    refuse_with_rewind,
+    rewind,
+    rewindable,
+)
 from effattn.decode.state import bound_of, check_init, check_state, new_lengths
 from effattn.nn.binding import Binding
 from effattn.nn.module import Module
@@ -109,7 +116,9 @@ class Mixer(Module):
 class CausalMixer(Mixer):
     """Base class of mixers that decode; a subclass implements `_empty` and `_extend`."""
 
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
+    def init_state(
+        self, batch: int, max_length: int, dtype: Any = None, *, max_rewind: int = 0
+    ) -> Any:
         """Returns the empty decode state of `batch` rows.
 
         Args:
@@ -119,8 +128,17 @@ class CausalMixer(Mixer):
             is below the size of its cache.
           dtype: dtype of cached token features, a float of at least 16 bits; default the module's
             `dtype`, or `param_dtype` if `dtype` is None.
+          max_rewind: R, most tokens that `rewind` can forget; default 0, none. Unless the state is
+            a cache with a place for each token, `extend` then reads the last R tokens again.
         """
         self._check_causal()
+        state = self._initial(batch, max_length, dtype)
+        own = (x.dtype for x in jax.tree.leaves(self) if jnp.issubdtype(x.dtype, jnp.floating))
+        token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtypes.wide(jnp.float32, *own))
+        return rewindable(state, max_rewind, token)
+
+    def _initial(self, batch: int, max_length: int, dtype: Any) -> Any:
+        """The empty state for checked arguments, without `max_rewind`."""
         dtype = check_init(batch, max_length, self._kept_in(dtype))
         self._check_limit("max_length asks for", max_length)
         state = self._empty(batch, max_length, dtype)
@@ -137,7 +155,7 @@ class CausalMixer(Mixer):
         """Raises `ValueError` unless this layer could have made `state`, for `batch` rows."""
 
         def empty(max_length):
-            return jax.eval_shape(lambda: self.init_state(batch, max_length))
+            return jax.eval_shape(lambda: self._initial(batch, max_length, None))
 
         def shapes(state):
             return [np.shape(x) for x in jax.tree.leaves(state)]
@@ -212,6 +230,9 @@ class CausalMixer(Mixer):
         x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         self._check_causal()
+        if isinstance(state, RewindableState):
+            refuse_with_rewind("global_mask or shared values", *more)
+            return extend_rewindable(self._extended, x, state, lengths)
         self._check_state(state, batch)
 
         def extend(mixer, x, state, lengths, *more):
@@ -223,6 +244,10 @@ class CausalMixer(Mixer):
             return zero_padding(y, valid), *rest
 
         return mesh_axes.extended(extend, self, x, state, lengths, *more, further=further)
+
+    def rewind(self, state: Any, n: int | jax.Array) -> Any:
+        """Forgets the last n tokens of each row: see `effattn.decode.rewind`."""
+        return rewind(state, n)
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """Calls `extend` with one token per row, x `(B, 1, D)`."""

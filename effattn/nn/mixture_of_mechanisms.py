@@ -34,6 +34,11 @@ class MixtureState(HybridState):
 
     taken: jax.Array
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The states of the parts, of which the places taken cannot forget."""
+        return *self.groups, self.taken
+
 
 class MixtureOfMechanisms(SeveralMixers):
     """Mixture of mechanisms with a gate per token (Jacobs et al. 1991, "Adaptive Mixtures").
@@ -179,9 +184,8 @@ class MixtureOfMechanisms(SeveralMixers):
         costs = self.token_costs(x, lengths=lengths, segment_ids=segment_ids)
         return costs.sum() / jnp.maximum(_valid(x, lengths, segment_ids).sum(), 1)
 
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
-        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
-        state = super().init_state(batch, max_length, dtype)
+    def _initial(self, batch, max_length, dtype):
+        state = super()._initial(batch, max_length, dtype)
         if self.capacity is None:
             return state
         taken = jnp.zeros((batch, len(self.names) - 1), jnp.int32)

@@ -39,6 +39,15 @@ class TransformerState:
     layers: tuple[Any, ...]
     length: jax.Array
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The states of the parts, which `forget` changes."""
+        return self.layers
+
+    def forget(self, n: jax.Array) -> "TransformerState":
+        """The state without the last n tokens of each row."""
+        return TransformerState(tuple(layer.forget(n) for layer in self.layers), self.length - n)
+
 
 class Transformer(Module):
     """Maps tokens to features: embedding, L blocks and a final norm.
