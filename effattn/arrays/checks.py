@@ -306,6 +306,15 @@ def is_pair(value, shape):
     return numbers is None or numbers.shape != shape
 
 
+def one_segment_array(value: Any, shape: tuple[int, ...], reason: str) -> None:
+    """Raises `ValueError` if segment ids are a pair for queries and keys; see `is_pair`."""
+    if is_pair(value, shape):
+        raise ValueError(
+            f"segment_ids must be one array (*B, T), because {reason}, got a pair; pass the ids of "
+            "the tokens once"
+        )
+
+
 def _ids(value):
     """Converts ids to an array, int32 if they are NumPy or Python integers that fit in int32."""
     numbers = known(value) if isinstance(value, np.ndarray | list | tuple) else None
@@ -468,7 +477,7 @@ def complex_numbers(name: str, value: Any, shape: Sequence[Any], wide: Any) -> j
 
     A name in the shape, such as `("D", 4)`, stands for any size.
     """
-    array = jnp.asarray(value)
+    array = as_array(name, value)
     fits = array.ndim == len(shape) and all(
         isinstance(size, str) or size == given
         for size, given in zip(shape, array.shape, strict=True)
@@ -482,8 +491,10 @@ def complex_numbers(name: str, value: Any, shape: Sequence[Any], wide: Any) -> j
 
 
 def rates(name: str, value: Any, shape: Sequence[Any], wide: Any) -> jax.Array:
-    """Checks the rates of modes: `complex_numbers` whose real part, if concrete, is 0 or less."""
+    """Checks the rates of modes: `complex_numbers`; if concrete, nonzero, real parts 0 or less."""
     array, numbers = complex_numbers(name, value, shape, wide), known(value)
+    if numbers is not None and (numbers == 0).any():
+        raise ValueError(f"{name} must be nonzero, because inputs are divided by it, got 0")
     if numbers is not None and (numbers.real > 0).any():
         raise ValueError(
             f"{name} must have real parts of 0 or less, got up to {numbers.real.max():.4g}; a mode "

@@ -43,12 +43,10 @@ class Rows(NamedTuple):
     """Padding and documents, as `token_mixing.check` returns them; None if there are none.
 
     Attributes:
-      lengths: int `(B,)`, valid tokens of rows without documents.
       valid: bool `(B, T)`, True at valid tokens.
       starts: bool `(B, T)`, True at the first token of each document.
     """
 
-    lengths: jax.Array | None = None
     valid: jax.Array | None = None
     starts: jax.Array | None = None
 
@@ -88,7 +86,7 @@ def mix(
     def last_from(state):
         if by_recurrence:
             return _recurrence(x, space, state, rows)[1]
-        return _last(x, space, state, rows.lengths)
+        return _last(x, space, state, None if rows.valid is None else count)
 
     count = jnp.full((batch,), time) if rows.valid is None else rows.valid.sum(1)
     state, after = _passed(name, last_from, space.logs, state, count, rows.starts)
@@ -115,7 +113,7 @@ def mix_both_ways(name: str, x: jax.Array, space: Space, later: Space, rows: Row
     y, _ = mix(name, x, space, None, rows)
     ends = token_mixing.ends(rows.valid, rows.starts)
     valid, starts = (None if a is None else jnp.flip(a, 1) for a in (rows.valid, ends))
-    z, _ = mix(name, jnp.flip(x, 1), later, None, Rows(None, valid, starts))
+    z, _ = mix(name, jnp.flip(x, 1), later, None, Rows(valid, starts))
     return y + jnp.flip(z, 1)
 
 

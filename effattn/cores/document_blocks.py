@@ -372,8 +372,4 @@ def _numbers(blocks, key_ids, size):
 
 def one_array(segment_ids: Any, batch: tuple[int, ...]) -> None:
     """Raises `ValueError` if segment ids are a pair for queries and keys."""
-    if checks.is_pair(segment_ids, batch):
-        raise ValueError(
-            "segment_ids must be one array (*B, T), because queries and keys are in the same "
-            f"blocks, got a pair of {len(segment_ids)} arrays; pass the ids of the tokens once"
-        )
+    checks.one_segment_array(segment_ids, batch, "queries and keys are in the same blocks")

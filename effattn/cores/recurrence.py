@@ -96,11 +96,9 @@ def check(
             "sequence, pass only its new tokens, and as initial_state the state that "
             "return_state=True gave"
         )
-    if is_causal and checks.is_pair(segment_ids, (*batch, keys)):
-        raise ValueError(
-            "segment_ids must be one array (*B, T) in a causal call, because each token is both "
-            "query and key, got a pair"
-        )
+    if is_causal:
+        reason = "each token of a causal call is both query and key"
+        checks.one_segment_array(segment_ids, (*batch, keys), reason)
     if not is_causal and segment_ids is not None and (initial_state is not None or return_state):
         raise ValueError(
             "initial_state and return_state with segment_ids need is_causal=True, got False, "

@@ -33,7 +33,7 @@ def check(
       The arrays; then `valid` and `starts`, bool `(B, T)` or None: True at valid tokens, and True
       at the first token of each document.
     """
-    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    arrays = {name: checks.as_array(name, array) for name, array in arrays.items()}
     (first, like), *_ = arrays.items()
     if like.ndim != 3 or not jnp.issubdtype(like.dtype, jnp.floating):
         raise ValueError(
@@ -52,6 +52,7 @@ def check(
     lengths = checks.lengths("lengths", lengths, (batch,), time)
     if lengths is not None:
         valid = within(lengths, time)
+    checks.one_segment_array(segment_ids, (batch, time), "the mechanism has no keys")
     pair = checks.segment_ids(segment_ids, (batch,), time, time)
     if pair is not None:
         if initial_state is not None:

@@ -222,7 +222,10 @@ def biased_average(
         places = positions_from_segment_ids(packed[0])
         bias = tuple(jnp.take(factor, places, 0) for factor in bias)
     if window is not None:
-        return _local(key, value, valid, bias, int(window), is_causal, *(packed or ()))
+        window = int(window)
+        if isinstance(bias, tuple):  # factors have every distance, and none is above T - 1
+            window = min(window, max(key.shape[1] - 1, 0))
+        return _local(key, value, valid, bias, window, is_causal, *(packed or ()))
     if packed is None:
         bias = tuple(factor[None] for factor in bias)
     return _full(key, value, valid, bias, is_causal, *(packed or ()))

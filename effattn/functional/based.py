@@ -153,8 +153,12 @@ def based_attention(
     given = feature_attention.check(query, key, value, **options)
     if local_window_size is not None:
         window = checks.window(local_window_size)[0]
-        padding = tuple(options.get(name) for name in _PADDING)
-        _check_window(local_window_size, given, padding[-1])
+        segment_ids = options.get("segment_ids")
+        _check_window(local_window_size, given, segment_ids)
+        lengths = [options.get(name) for name in _LENGTHS]
+        alike = lengths[0] is lengths[1]
+        of_queries, of_keys = map(checks.lengths, _LENGTHS, lengths, (given.batch, given.batch))
+        padding = of_queries, of_queries if alike else of_keys, segment_ids
         if given.initial_state is None and not given.return_state:
             # The sequence has no more tokens.
             window = min(window, key.shape[-3])
@@ -176,7 +180,7 @@ def _terms(root, query, keys) -> Terms:
     return Terms(query, key, value)
 
 
-_PADDING = "query_seq_lengths", "key_value_seq_lengths", "segment_ids"
+_LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
 
 
 def _check_window(window, given, segment_ids):
@@ -210,7 +214,7 @@ def _with_window(given, window, scale, padding):
     token = jnp.arange(length)
     ids = jnp.ones((*batch, length), jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
     query_ids, key_ids = (
-        ids if lengths is None else jnp.where(token < jnp.asarray(lengths)[..., None], ids, 0)
+        ids if lengths is None else jnp.where(token < lengths[..., None], ids, 0)
         for lengths in (query_lengths, key_lengths)
     )
     # A state excludes `segment_ids`, so all ids of keys from the state are 1.

@@ -87,7 +87,9 @@ def block_sparse_attention(
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
     """
-    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
+    if options.get("segment_ids") is not None:
+        checks.self_attention("block_sparse_attention with segment_ids", query, key)
+        document_blocks.one_array(options["segment_ids"], query.shape[:-2])
     given = attention.check("block_sparse_attention", query, key, value, **options)
     checks.known_length("block_sparse_attention", query, key)
     (queries, heads), (keys, key_heads) = query.shape[-3:-1], key.shape[-3:-1]

@@ -107,7 +107,8 @@ def delta_product_attention(
     key = in_order(key, *each(later_keys, axis + 1))
     value, later_values = dtypes.alike(given.value, later_values)
     value = in_order(value, *each(later_values, axis + 1))
-    given_steps = recurrence.check(query, key, value, **_of_steps(options, steps))
+    of_steps = _of_steps(options, steps, given.batch, given.key.shape[-3])
+    given_steps = recurrence.check(query, key, value, **of_steps)
     out, state = recurrence.run(
         "delta_product_attention",
         terms,
@@ -120,12 +121,13 @@ def delta_product_attention(
     return recurrence.results(out, state, given)
 
 
-def _of_steps(options: Any, steps: int) -> dict[str, Any]:
-    """The shared options of a call in which every step is a token."""
+def _of_steps(options: Any, steps: int, batch: tuple[int, ...], time: int) -> dict[str, Any]:
+    """The shared options of a call in which every step of the `time` tokens is a token."""
     changed = dict(options)
     for name in ("query_seq_lengths", "key_value_seq_lengths"):
-        if changed.get(name) is not None:
-            changed[name] = jnp.asarray(changed[name]) * steps
+        lengths = checks.lengths(name, changed.get(name), batch)
+        if lengths is not None:  # at most T, so that the product does not overflow
+            changed[name] = jnp.minimum(lengths, time) * steps
     if changed.get("segment_ids") is not None:
         changed["segment_ids"] = jnp.repeat(jnp.asarray(changed["segment_ids"]), steps, -1)
     return changed

@@ -107,11 +107,8 @@ def indexed_attention(
       ValueError: wrong shapes, dtypes or values.
     """
     name = "indexed_attention"
-    if checks.is_pair(options.get("segment_ids"), query.shape[:-2]):
-        raise ValueError(
-            "segment_ids must be one array (*B, T), because each token is both query and key, got "
-            "a pair"
-        )
+    reason = "each token is both query and key"
+    checks.one_segment_array(options.get("segment_ids"), query.shape[:-2], reason)
     given = attention.check(name, query, key, value, is_causal=True, **options)
     checks.self_attention(name, query, key)
     checks.known_length(name, query)

@@ -109,11 +109,8 @@ def infini_attention(
     if rotary is not None:
         checks.accepts("rotary", rotary, ("x", "positions"))
     *batch, time, _, _ = query.shape
-    if checks.is_pair(options.get("segment_ids"), (*batch, time)):
-        raise ValueError(
-            "segment_ids must be one array (*B, T), because each token is both query and key, got "
-            "a pair; pass the ids of the tokens once"
-        )
+    reason = "each token is both query and key"
+    checks.one_segment_array(options.get("segment_ids"), (*batch, time), reason)
     ids = None if given.segments is None else given.segments[0]
     if ids is None:
         place = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), (*batch, time))

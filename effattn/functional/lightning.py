@@ -2,7 +2,8 @@
 
     S_t = lambda S_(t-1) + k_t v_t^T;    out_t = S_t^T q_t
 
-The function is `retention` of `effattn.functional.retention`, with other values of `log_decay`.
+The function is `retention` of `effattn.functional.retention`, with `scale=1` and other values of
+`log_decay`.
 """
 
 from effattn import registry

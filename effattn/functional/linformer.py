@@ -98,7 +98,9 @@ def linformer_attention(
             f"linformer_attention needs is_causal=False, got True: {NOT_CAUSAL}; "
             "block_linformer_attention is causal"
         )
-    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
+    if options.get("segment_ids") is not None:
+        checks.self_attention("linformer_attention with segment_ids", query, key)
+        document_blocks.one_array(options["segment_ids"], query.shape[:-2])
     given = attention.check("linformer_attention", query, key, value, **options)
     checks.known_length("linformer_attention", query, key)
     of_keys = _check_projection("key_projection", key_projection, key)
@@ -109,8 +111,6 @@ def linformer_attention(
             f"{of_keys.shape[-2]} and {of_values.shape[-2]}"
         )
 
-    if given.segments is not None:
-        checks.self_attention("linformer_attention with segment_ids", query, key)
     attend = _attend if given.segments is None or not key.shape[-3] else _attend_packed
     with jax.named_scope("linformer_attention"):
         out, lse = attend(query, key, value, of_keys, of_values, given)

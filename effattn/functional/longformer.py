@@ -135,7 +135,7 @@ def longformer_attention(
     checks.self_attention("longformer_attention", query, key)
     given_global = (("query", global_query), ("key", global_key), ("value", global_value))
     global_arrays = tuple(
-        array if other is None else checks.shaped(f"global_{name}", other, array.shape)
+        array if other is None else _like(f"global_{name}", other, array)
         for (name, other), array in zip(given_global, (query, key, value), strict=True)
     )
     is_global = _check_global(global_mask, max_global, query.shape[:-2])
@@ -146,6 +146,16 @@ def longformer_attention(
         else:
             out, lse = _attend(dilation, arrays, global_arrays, is_global, max_global, given)
     return attention.results(out, lse, given)
+
+
+def _like(name, other, array):
+    """Checks an array of global tokens, of the shape and dtype of that of all tokens."""
+    if checks.shaped(name, other, array.shape).dtype != array.dtype:
+        raise ValueError(
+            f"{name} must have the dtype of {name.removeprefix('global_')}, {array.dtype}, got "
+            f"{other.dtype}"
+        )
+    return other
 
 
 def _check_global(global_mask, max_global, shape):

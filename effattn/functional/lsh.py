@@ -174,11 +174,8 @@ def lsh_attention(
     if rng is not None:
         wide = dtypes.wide(query_key.dtype)
         rotations = lsh_rotations(rng, rounds, num_buckets, size, num_heads=heads, dtype=wide)
-    if checks.is_pair(segment_ids, (*batch, length)):
-        raise ValueError(
-            "segment_ids must be one array (*B, T), because each token is both query and key, got "
-            "a pair"
-        )
+    reason = "each token is both query and key"
+    checks.one_segment_array(segment_ids, (*batch, length), reason)
     segments = checks.segment_ids(segment_ids, batch, length, length)
     shape = (heads, rounds, size, sum(factors) // 2)
     out, lse = attend(

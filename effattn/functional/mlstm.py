@@ -98,7 +98,8 @@ def mlstm_attention(
         (given.key, given.value, *gates), given.tokens.key_mask
     )
     before, after, last = _maxima(given, log_input, log_forget, first)
-    log_decay = log_forget + (before - after)  # this difference of near numbers is exact
+    # In this order: the difference of near maxima is exact.
+    log_decay = log_forget + (before - after)
     if given.tokens.starts is not None:  # the recurrence resets the sums, and reads no decay
         log_decay = clear(log_decay, ~given.tokens.starts)
     # The keys of padding are zero already, and a query there reads the maximum.

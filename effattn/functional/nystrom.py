@@ -129,7 +129,9 @@ def nystrom_attention(
     """
     num_landmarks = checks.at_least("num_landmarks", num_landmarks, 1)
     num_iterations = checks.at_least("num_iterations", num_iterations, 1)
-    document_blocks.one_array(options.get("segment_ids"), query.shape[:-2])
+    if options.get("segment_ids") is not None:
+        checks.self_attention("nystrom_attention with segment_ids", query, key)
+        document_blocks.one_array(options["segment_ids"], query.shape[:-2])
     given = attention.check("nystrom_attention", query, key, value, **options)
     checks.known_length("nystrom_attention", query, key)
     longest = sequence_parts.all_tokens(max(query.shape[-3], key.shape[-3]))
@@ -138,8 +140,6 @@ def nystrom_attention(
             f"num_landmarks must be at most {longest}, the number of tokens, got {num_landmarks}; "
             "pass fewer, or pad the tokens and pass their lengths"
         )
-    if given.segments is not None:
-        checks.self_attention("nystrom_attention with segment_ids", query, key)
     if skip_kernel is not None:
         checks.self_attention("nystrom_attention with skip_kernel", query, key)
         skip_kernel = _skip_kernel(skip_kernel, query.shape[-2], key.shape[-2])

@@ -174,7 +174,7 @@ def quantize_pages(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
       int8 `(..., H)` and the scales `(...)`, float32; a zero vector has scale 0. The error of an
       entry is at most half a scale.
     """
-    wide = jnp.asarray(pages).astype(jnp.float32)
+    wide = checks.shaped("pages", pages, pages.shape).astype(jnp.float32)
     scales = jnp.max(jnp.abs(wide), -1) / 127
     steps = wide / jnp.where(scales == 0, 1, scales)[..., None]
     return jnp.round(steps).astype(jnp.int8), scales

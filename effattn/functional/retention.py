@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import registry
-from effattn.arrays import dtypes
+from effattn.arrays import checks, dtypes
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
 from effattn.naive import over_tokens, with_naive
@@ -16,7 +16,8 @@ from effattn.options import Recurrent, declared
 
 def retention_log_decay(num_heads: int) -> jax.Array:
     """Returns the log decays of RetNet, `(K,)`: log(1 - 2^(-5 - h)) for head h."""
-    return jnp.log1p(-jnp.asarray(2.0 ** (-5 - np.arange(num_heads))))
+    heads = np.arange(checks.at_least("num_heads", num_heads, 1, "heads"))
+    return jnp.log1p(-jnp.asarray(2.0 ** (-5 - heads)))
 
 
 def naive(state, query, key, value, *, log_decay, scale):

@@ -123,11 +123,8 @@ def routing_attention(
     Raises:
       ValueError: C or w above T in a bidirectional call; and the errors of `effattn.options`.
     """
-    if checks.is_pair(options.get("segment_ids"), query.shape[:-2]):
-        raise ValueError(
-            "segment_ids must be one array (*B, T), because each token is both query and key, got "
-            "a pair"
-        )
+    reason = "each token is both query and key"
+    checks.one_segment_array(options.get("segment_ids"), query.shape[:-2], reason)
     given = attention.check("routing_attention", query, key, value, **options)
     checks.self_attention("routing_attention", query, key)
     checks.known_length("routing_attention", query)

@@ -66,7 +66,7 @@ def rwkv4_mixing(
     Args:
       key: `(B, T, D)`.
       value: `(B, T, D)`, of the dtype of the key.
-      decay: w, `(D,)`, 0 or more.
+      decay: w, `(D,)`, 0 or more, checked if concrete.
       bonus: u, `(D,)`.
       **options: lengths, packing and state: see `effattn.options.TokenMixing`.
 
@@ -84,6 +84,7 @@ def rwkv4_mixing(
     dtype, size = key.dtype, (key.shape[-1],)
     wide = dtypes.wide(dtype)
     key, values = key.astype(wide), value.astype(wide)
+    checks.between("decay", decay, 0)
     decay = checks.shaped("decay", decay, size).astype(wide)
     bonus = checks.shaped("bonus", bonus, size).astype(wide)
     given = key, values, decay, valid, starts

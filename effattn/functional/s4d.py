@@ -93,7 +93,7 @@ def s4_convolution(
         u,
         Space(logs, jnp.expm1(logs) / rate, output),
         state,
-        Rows(options.get("lengths"), valid, starts),
+        Rows(valid, starts),
         by_recurrence=method == "recurrence",
     )
     if skip is not None:

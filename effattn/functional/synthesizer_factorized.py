@@ -75,7 +75,7 @@ def factorized_synthesizer_attention(
             f"coarse and fine must give at least {keys} logits, one for each key, got {blocks} x "
             f"{size}; make coarse or fine larger"
         )
-    lengths = checks.lengths("lengths", options.get("lengths"), (batch,), time)
+    lengths = checks.lengths("lengths", options.get("lengths"), (batch,), keys)
     ids = checks.segment_ids(options.get("segment_ids"), (batch,), time, keys)
     query_ids: Any = None
     key_ids: Any = None

@@ -153,7 +153,7 @@ class Mega(CausalMixer):
     def _rows(self, x, lengths, segment_ids=None):
         """The tokens, and their padding and documents."""
         x, *given = token_mixing.check("Mega", {"x": x}, lengths=lengths, segment_ids=segment_ids)
-        return x, Rows(lengths, *given)
+        return x, Rows(*given)
 
     def _of_documents(self, key, value, position, present):
         """Keys of packed documents, also those of tokens before and after each tile of queries."""

@@ -81,8 +81,8 @@ class ReversibleStack(Module):
           `(y1, y2)`, `(B, T, D)` in the dtypes of `x1` and `x2`.
 
         Raises:
-          ValueError: streams of unequal shapes, lengths or segment ids of other shapes, or an
-            argument that no module of the stack takes.
+          ValueError: streams of unequal shapes, lengths or segment ids of other shapes, or
+            `lengths` or `segment_ids` that no module of the stack takes.
         """
         x1 = checks.as_array("x1", x1)
         x2 = x1 if x2 is None else checks.as_array("x2", x2)

@@ -175,3 +175,12 @@ def test_lengths_of_queries_and_keys_may_differ(return_state):
         naive = jax.jit(functools.partial(effattn.naive.based, **given))(*arrays, **lengths)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12)
         jax.tree.map(close, ours, naive)
+
+
+def test_one_length_serves_arrays_without_a_batch():
+    query, key, value = (x[0] for x in draw(5))
+    lengths = jnp.array([3])
+    given = {"is_causal": True, "local_window_size": WINDOW, "key_value_seq_lengths": lengths}
+    out = effattn.based_attention(query, key, value, **given)
+    expected = effattn.based_attention(query[None], key[None], value[None], **given)
+    np.testing.assert_array_equal(out, expected[0])

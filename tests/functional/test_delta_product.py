@@ -87,3 +87,17 @@ def test_bad_options_are_named(options, message):
     query, key, value, own = draw()
     with pytest.raises(ValueError, match=message):
         delta_product_attention(query, key, value, **{**own, **options})
+
+
+@pytest.mark.parametrize("lengths", [np.array([200], np.uint8), np.array([2**30], np.int32)])
+def test_lengths_times_steps_do_not_overflow(lengths):
+    """Lengths may be above the number of tokens, and in any integer dtype."""
+    rng, tokens = np.random.default_rng(0), 210
+    query, key, value = rng.normal(size=(3, 1, tokens, 1, H)).astype(np.float32)
+    own = {"beta": np.full((1, tokens, 1, 2), 0.1, np.float32)}
+    own["later_keys"], own["later_values"] = rng.normal(size=(2, 1, tokens, 1, 1, H))
+    run = jax.jit(functools.partial(delta_product_attention, query, key, value, **own))
+    known = min(int(lengths[0]), tokens)
+    found = run(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    np.testing.assert_allclose(found[:, :known], run()[:, :known], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(found[:, known:], 0)

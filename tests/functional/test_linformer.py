@@ -91,6 +91,10 @@ def test_equal_weights_in_windows_are_mean_pooling():
             {"is_causal": True},
             "needs is_causal=False, got True: each projected row is a sum over the whole",
         ),
+        (
+            {"segment_ids": np.ones((2, QUERIES), int)},
+            "linformer_attention with segment_ids is self-attention: .* got 11 and 14",
+        ),
         ({"key_projection": np.ones((5, 13))}, r"for at most 13 tokens, got 14 in key"),
         ({"value_projection": np.ones((4, 16))}, "same number of rows, got 5 and 4"),
         ({"key_projection": np.ones((3, 5, 16))}, r"\(2, rows, max length\), for 2 key heads and"),

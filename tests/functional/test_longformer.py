@@ -143,6 +143,10 @@ MASK = np.zeros((2, LENGTH), bool)
         ({"global_mask": MASK[:, 1:], "max_global": 2}, "global_mask must"),
         ({"dilation": 0}, "dilation must be an int, 1 or more tokens, got 0"),
         ({"global_key": np.ones((2, 3))}, "global_key"),
+        (
+            {"global_value": np.ones((2, LENGTH, 2, 5), np.float16)},
+            "global_value must have the dtype of value, float32, got float16",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(given, message):

@@ -193,6 +193,8 @@ def test_wrong_pages_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             effattn.paged_attention(query, *pages, **given)
+    with pytest.raises(ValueError, match="pages must be floating point of shape .*, got int8"):
+        effattn.quantize_pages(np.zeros((2, 3, 4), np.int8))
 
 
 @pytest.mark.parametrize("axis", [0, 1])

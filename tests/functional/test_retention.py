@@ -62,6 +62,8 @@ def test_the_decays_of_the_paper():
     np.testing.assert_allclose(retention_log_decay(8), expected, rtol=1e-6)
     arrays = draw()[:3]
     close(attend(*arrays), attend(*arrays, np.asarray(retention_log_decay(2))))
+    with pytest.raises(ValueError, match="num_heads must be an int, 1 or more heads, got -1"):
+        retention_log_decay(-1)
 
 
 def test_a_value_decays_once_a_token():

@@ -117,6 +117,18 @@ IDS = np.ones((2, 9), int)
             "rate must have real parts of 0 or less, got up to 0.5",
         ),
         (
+            lambda: effattn.s4_convolution(X, **{**STATE_SPACE, "rate": COMPLEX}),
+            "rate must be nonzero, because inputs are divided by it, got 0",
+        ),
+        (
+            lambda: effattn.s4_convolution(X, **STATE_SPACE, segment_ids=(IDS, IDS)),
+            "segment_ids must be one array .*, because the mechanism has no keys, got a pair",
+        ),
+        (
+            lambda: effattn.s4_convolution(X, **STATE_SPACE, initial_state="x"),
+            "initial_state must be an array of numbers, got 'x'",
+        ),
+        (
             lambda: effattn.s4_convolution(X, **{**STATE_SPACE, "output": COMPLEX[:, :1]}),
             r"output must be complex of shape \(6, 2\), got complex64 of shape \(6, 1\)",
         ),
@@ -138,3 +150,15 @@ IDS = np.ones((2, 9), int)
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("method", ["convolution", "recurrence"])
+def test_lengths_of_any_dtype_give_the_same_state(method):
+    x = np.concatenate([X] * 30, 1)
+    lengths = np.array([200, 7])
+
+    def run(dtype):
+        given = {"method": method, "lengths": lengths.astype(dtype), "return_state": True}
+        return effattn.s4_convolution(x, **{**STATE_SPACE, "output": COMPLEX + 1}, **given)
+
+    jax.tree.map(np.testing.assert_array_equal, run(np.uint8), run(np.int32))

@@ -136,3 +136,12 @@ def test_tables_that_are_not_trained_have_no_gradient():
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)
+
+
+def test_lengths_are_those_of_the_keys():
+    """A query at the end of a prefix reads all of its keys."""
+    factors = np.ones((1, 1, 1, 2), np.float32), np.ones((1, 1, 1, 4), np.float32)
+    value = np.arange(8, dtype=np.float32).reshape(1, 8, 1, 1)
+    given = {"query_offset": 4, "is_causal": True, "lengths": np.array([5])}
+    out = effattn.factorized_synthesizer_attention(*factors, value, **given)
+    np.testing.assert_allclose(out.ravel(), [2.0])
