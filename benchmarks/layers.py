@@ -59,16 +59,18 @@ def compile_layer(name: str, length: int, is_causal: bool, backward: bool) -> tu
     """
     x = jax.random.normal(jax.random.key(0), (1, length, FEATURES))
     abstract = nnx.eval_shape(lambda: mixer_of(name, length, is_causal))
-    graph, shapes = nnx.split(abstract)
+    graph, *parts = nnx.split(abstract, nnx.Param, ...)
+    shapes = tuple(parts)
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     if needed > MOST_BYTES:
         raise MemoryError(f"needs {needed / 1e9:.1f} GB of parameters")
 
     def forward(state, x):
-        return nnx.merge(graph, state)(x)
+        return nnx.merge(graph, *state)(x)
 
     def both(state, x):
-        out, pull_back = jax.vjp(lambda x: forward(state, x), x)
+        trained, rest = state
+        out, pull_back = jax.vjp(lambda trained, x: forward((trained, rest), x), trained, x)
         return out, pull_back(out)
 
     compiled = jax.jit(both if backward else forward).lower(shapes, x).compile()
@@ -76,7 +78,7 @@ def compile_layer(name: str, length: int, is_causal: bool, backward: bool) -> tu
     assert memory is not None  # CPUs report it
     if memory.temp_size_in_bytes > MOST_BYTES:
         raise MemoryError(f"needs {memory.temp_size_in_bytes / 1e9:.1f} GB of temporaries")
-    state = jax.jit(lambda: nnx.state(mixer_of(name, length, is_causal)))()
+    state = jax.jit(lambda: nnx.split(mixer_of(name, length, is_causal), nnx.Param, ...)[1:])()
     return lambda: jax.block_until_ready(compiled(state, x)), memory.temp_size_in_bytes
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as `python experiments/report.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,7 +25,10 @@ from experiments.harness.metrics import write_atomically
 from experiments.page import comparisons, figures, published, results, scores, sections
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
 PUBLISHED = ROOT / "experiments" / "published.json"
+PAGES = ROOT / "docs" / "report.md", ROOT / "docs" / "images"
+QUALITY = ROOT / "effattn" / "advice" / "quality.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +36,22 @@ class Config:
     """Writes the report of the results in a folder."""
 
     # Folder with a folder for each result, with summary.json and summary.md.
-    results: Path = ROOT / "experiments" / "results"
-    page: Path = ROOT / "docs" / "report.md"  # Markdown file to write
-    images: Path = ROOT / "docs" / "images"  # folder for the figures
-    # File for the quality of mechanisms, which `effattn.advise` reads.
-    quality: Path = ROOT / "effattn" / "advice" / "quality.json"
+    results: Path = RESULTS
+    # Markdown file to write. By default docs/report.md for the results of this repository, and
+    # report.md in the folder of other results.
+    page: Path | None = None
+    # Folder for the figures. By default docs/images for the results of this repository, and images
+    # in the folder of other results.
+    images: Path | None = None
+    # File for the quality of mechanisms, which `effattn.advise` reads. By default that of the
+    # package for the results of this repository, and none for other results.
+    quality: Path | None = None
+
+    def placed(self) -> tuple[Path, Path, Path | None]:
+        """The page, the folder of its figures and the file of qualities, or None."""
+        own = self.results.resolve() == RESULTS
+        page, images = PAGES if own else (self.results / "report.md", self.results / "images")
+        return self.page or page, self.images or images, self.quality or (QUALITY if own else None)
 
 
 @contextlib.contextmanager
@@ -53,6 +68,7 @@ def _readable(result: results.Result) -> Iterator[None]:
 
 def write(config: Config) -> None:
     """Writes the page, its figures and the quality of mechanisms."""
+    page, folder_of_images, quality = config.placed()
     found, left_out = results.gather(config.results)
     left_out_by_name = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
     if not found:
@@ -63,17 +79,17 @@ def write(config: Config) -> None:
     tables = [comparisons.Table(r.folder, r.summary) for r in found if r.kind == results.COMPARISON]
     others = [result for result in found if result.kind != results.COMPARISON]
     numbers = published.Published.read(PUBLISHED)
-    config.page.parent.mkdir(parents=True, exist_ok=True)
+    page.parent.mkdir(parents=True, exist_ok=True)
     link, images = (
-        Path(os.path.relpath(folder, config.page.parent)).as_posix()
-        for folder in (config.results, config.images)
+        Path(os.path.relpath(folder, page.parent)).as_posix()
+        for folder in (config.results, folder_of_images)
     )
     for table in tables:
         with _readable(table):
             table.check_runs()
             comparisons.overview([table])
             comparisons.section(table, numbers, link, None)
-    drawn = figures.draw_all(config.images, tables)
+    drawn = figures.draw_all(folder_of_images, tables)
 
     def of_table(table: comparisons.Table) -> str:
         image = f"{images}/{drawn[table.name]}" if table.name in drawn else None
@@ -98,14 +114,14 @@ def write(config: Config) -> None:
     if left_out:
         lines = [f"- {name}: {reason}" for name, reason in left_out.items()]
         parts += ["## Folders that are left out", "\n".join(lines)]
-    write_atomically(config.page, "\n\n".join(parts) + "\n")
-    judged = scores.scores(tables)
-    if judged["results"]:
-        write_atomically(config.quality, json.dumps(judged, indent=1) + "\n")
-    else:
-        config.quality.unlink(missing_ok=True)
+    write_atomically(page, "\n\n".join(parts) + "\n")
+    judged: dict[str, Any] = {"results": []} if quality is None else scores.scores(tables)
+    if quality is not None and judged["results"]:
+        write_atomically(quality, json.dumps(judged, indent=1) + "\n")
+    elif quality is not None:
+        quality.unlink(missing_ok=True)
     print(
-        f"Wrote {config.page} from {len(found)} results, and {len(judged['results'])} scores for "
+        f"Wrote {page} from {len(found)} results, and {len(judged['results'])} scores for "
         f"effattn.advise. Left out: {left_out_by_name or 'nothing'}."
     )
 

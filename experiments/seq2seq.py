@@ -38,7 +38,7 @@ class Config(Options):
     cross_attention: str = "softmax"  # mechanism from decoder to encoder, if not compared
     batch: int = 64  # pairs per step
     steps: int = 600  # training steps
-    optimiser: Literal["muon", "adamw"] = "adamw"  # muon is for matrices, with Adam for others
+    optimiser: Literal["muon", "adamw"] = "adamw"  # muon is for kernels, with Adam for others
     seeds: tuple[int, ...] = (0,)  # seeds of parameters and order of the pairs
     examples: int = 20000  # pairs to generate, or to read from a file at most
     # Held-out pairs; from a file, at most the distinct pairs of every tenth source. All pairs of a

@@ -75,7 +75,7 @@ class Options(abc.ABC):
     remat: bool = False  # recompute activations in the backward pass, to save memory
     steps: int = 1000  # training steps
     seeds: tuple[int, ...] = (0, 1, 2)  # seeds of parameters and order of the data
-    optimiser: Literal["muon", "adamw"] = "muon"  # muon is for matrices, with Adam for others
+    optimiser: Literal["muon", "adamw"] = "muon"  # muon is for kernels, with Adam for others
     learning_rate: float | None = None  # peak learning rate; default 0.03 for muon, 0.003 for adamw
     sweep: tuple[float, ...] = ()  # learning rates to try; the best is used, by mechanism
     warmup: float = 0.1  # fraction of the steps in which the learning rate rises; then it decays

@@ -14,6 +14,10 @@ from experiments.page.comparisons import Table
 # as one task says little about others.
 LEAST_MECHANISMS, LEAST_TABLES = 12, 3
 
+# Tasks that do not judge a mechanism: attention looks the compressed tokens up, where a recurrence
+# keeps them in its state, and all mechanisms memorise alike.
+WITHOUT_JUDGEMENT = frozenset({"mad-compression", "mad-memorisation"})
+
 # Accuracy that is 0 for random guesses and 1 for right answers, where a task has it.
 SCALED = "scaled_accuracy"
 
@@ -25,7 +29,11 @@ def scores(tables: Sequence[Table]) -> dict[str, Any]:
     """
     found = []
     for is_causal in (True, False):
-        of_direction = [table for table in tables if bool(table.summary["is_causal"]) == is_causal]
+        of_direction = [
+            table
+            for table in tables
+            if bool(table.summary["is_causal"]) == is_causal and table.task not in WITHOUT_JUDGEMENT
+        ]
         of_each = [(table, of_plain_names(table)) for table in of_direction]
         of_tables = [(table, of) for table, of in of_each if len(of) >= LEAST_MECHANISMS]
         names = [name for _, of in of_tables for name in of]

@@ -1,6 +1,7 @@
 """Corpora: text by name, file, folder or Hugging Face dataset, split into training and validation.
 
-Whole documents are held out; of a single file, its last tenth.
+Whole documents are held out; of a single file, its last tenth, and of a dataset without a
+validation split, its last rows.
 """
 
 import codecs
@@ -188,7 +189,11 @@ def _hugging_face(name: str) -> Corpus:
     documents = _nonempty(texts.get("train", []), f"the training split of {name}")
     if texts.get("validation"):
         return Corpus(tuple(documents), tuple(texts["validation"]))
-    return _split(documents)
+    # A row may be a line or a paragraph of a document, so the last tenth is held out.
+    if len(documents) == 1:
+        return _split(documents)
+    cut = len(documents) - max(1, len(documents) // HOLD_OUT_EVERY)
+    return Corpus(tuple(documents[:cut]), tuple(documents[cut:]))
 
 
 def _read(path: Path) -> bytes:

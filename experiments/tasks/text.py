@@ -89,10 +89,17 @@ class Text(Task):
         train, held_out = windows(corpus.train), windows(corpus.valid)
         for part, of_part, needed in (("training", train, batch), ("validation", held_out, 1)):
             if len(of_part) < needed:
+                windows_needed = f"{needed} window{'s' * (needed > 1)} of {context}"
+                reason = (
+                    f"has documents for {len(of_part)} windows, and needs {windows_needed} tokens"
+                    if whole_documents
+                    else f"has {len(of_part.stream)} tokens, and {windows_needed} need "
+                    f"{needed * context + 1}"
+                )
                 raise UserError(
-                    f"the corpus is too short: its {part} part has {len(of_part.stream)} tokens, "
-                    f"and {needed} window{'s' * (needed > 1)} of {context} need "
-                    f"{needed * context + 1}; give more text, or a smaller --context or --batch"
+                    f"the corpus is too short: its {part} part {reason}; give "
+                    f"{'longer documents' if whole_documents else 'more text'}, or a smaller "
+                    "--context or --batch"
                 )
         return cls(
             windows=train,

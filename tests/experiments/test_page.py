@@ -367,6 +367,20 @@ def test_the_page_shows_results_and_the_adviser_reads_the_scores(few, folder, tm
     ]
 
 
+def test_own_results_change_no_page_of_the_package(folder):
+    own, packaged = report.Config(folder), report.Config(report.RESULTS)
+    assert own.placed() == (folder / "report.md", folder / "images", None)
+    assert packaged.placed() == report.Config().placed() == (*report.PAGES, report.QUALITY)
+    report.write(own)
+    assert "(images/report-toys.png)" in (folder / "report.md").read_text()
+
+
+def test_tasks_that_do_not_judge_give_no_scores(few, folder):
+    asked = {"config": {**summary()["config"], "task": "mad-compression"}}
+    table = comparisons.Table(folder / "toys", summary(**asked))
+    assert scores.scores([table] * 3)["results"] == []
+
+
 def test_a_mechanism_in_few_tables_gets_no_score(few, table):
     rare = summary(runs=[run for run in table.summary["runs"] if run["mechanism"] != "linear"])
     tables = [table, table, comparisons.Table(table.folder, rare)]
