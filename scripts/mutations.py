@@ -164,6 +164,7 @@ RULES: dict[str, tuple[Run, ...]] = {
     ),
     r"(cores|nn)/experts": ((("tests/cores/test_experts.py", "tests/nn/test_experts.py"), None),),
     r"arrays/angles": ((("tests/arrays/test_angles.py",), None),),
+    r"arrays/norms": ((("tests/nn/test_routing.py", "tests/functional/test_routing.py"), None),),
     r"nn/options": ((("tests/nn/test_options.py",), None),),
     r"decode/state": ((("tests/decode",), None),),
     r"nn/token_shift": ((("tests/nn/test_rwkv.py", "tests/nn/test_rwkv4.py"), None),),

@@ -113,7 +113,7 @@ def ranked(tokens, centroid, size, present, documents) -> Ranked:
     farthest = jnp.finfo(products.dtype).max
     far = jnp.where(present[..., None, :], -products, farthest)
     ids = jnp.broadcast_to(documents[..., None, :], far.shape)
-    ids, far, order = sort((ids, far, positions(far)), num_keys=2)
+    ids, far, order = stable_sort((ids, far, indices_like(far)), num_keys=2)
     counts = (positions_from_segment_ids(ids) < size) & (far < farthest)
     return Ranked(order, inverse_of(order), counts)
 
@@ -136,11 +136,11 @@ def _products(tokens, some, number):
     return jnp.where(is_one[:, None], products, -jnp.inf)
 
 
-def sort(arrays, num_keys):
+def stable_sort(arrays, num_keys):
     """Stable sort along the last axis."""
     return lax.sort(arrays, dimension=-1, is_stable=True, num_keys=num_keys)
 
 
-def positions(like):
+def indices_like(like):
     """Int32 indices along the last axis."""
     return lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1)

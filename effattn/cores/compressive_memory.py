@@ -16,6 +16,7 @@ from jax import lax
 from effattn.arrays import mesh_axes
 from effattn.arrays.axes import fold, unfold
 from effattn.cores.feature_maps import elu
+from effattn.interfaces.linear_recurrence import normalize
 
 
 class Memory(NamedTuple):
@@ -108,7 +109,7 @@ def read(
             sums = each(goes_on, product(form, x, whole)) + each(
                 follows, product(form, x, following)
             )
-            return _quotient(sums)
+            return normalize(sums)
 
         def added(mask, read):
             """The sum that the tokens of a mask add to the memory."""
@@ -119,7 +120,7 @@ def read(
 
         of_keys, of_queries = "...tkh,...khv->...tkv", "...tkgh,...khv->...tkgv"
         ending = memory.pending + added(
-            goes_on, _quotient(product(of_keys, key, memory.whole)) if delta_rule else None
+            goes_on, normalize(product(of_keys, key, memory.whole)) if delta_rule else None
         )
         following = memory.whole + ending
         out = found(of_queries, query, memory.whole, following)
@@ -146,12 +147,3 @@ def read(
     )
     (memory, _), out = lax.scan(jax.checkpoint(step), (memory, number), of_tiles)
     return unfold(jnp.moveaxis(out, 0, axis), time, axis), memory
-
-
-def _quotient(sums: jax.Array) -> jax.Array:
-    """Divides `(..., Hv + 1)` by its last entry; zeros where that is zero."""
-    total = sums[..., -1:]
-    is_zero = jnp.abs(total) < jnp.finfo(total.dtype).tiny
-    # The derivative of a quotient divides by the square of the total, which may be 0: make it 1.
-    sums = sums / lax.stop_gradient(jnp.where(is_zero, 1, total))
-    return jnp.where(is_zero, 0, sums[..., :-1] / jnp.where(is_zero, 1, sums[..., -1:]))

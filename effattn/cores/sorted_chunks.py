@@ -10,7 +10,7 @@ from effattn.arrays import dtypes
 from effattn.arrays.combine import combine
 from effattn.arrays.gathers import take
 from effattn.arrays.products import widened
-from effattn.cores.sorted_runs import groups_of, runs_of, sort
+from effattn.cores.sorted_runs import groups_of, runs_of, sorted_in_chunks
 
 
 def attend(
@@ -42,7 +42,7 @@ def attend(
       Output `(T, Hv)`, at least float32, and log-sum-exp `(T,)`, `dtypes.lowest` for a token that
       attends to nothing.
     """
-    sorted_, spans = sort(buckets.T, documents, chunk_length, is_causal)
+    sorted_, spans = sorted_in_chunks(buckets.T, documents, chunk_length, is_causal)
     runs = runs_of(spans, len(query), chunk_length, is_causal=is_causal, is_packed=is_packed)
 
     @jax.checkpoint

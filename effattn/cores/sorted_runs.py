@@ -54,7 +54,7 @@ class Runs(NamedTuple):
     readers: jax.Array
 
 
-def sort(buckets, documents, size, is_causal) -> tuple[Sorted, Spans]:
+def sorted_in_chunks(buckets, documents, size, is_causal) -> tuple[Sorted, Spans]:
     """Sorts tokens for each round, and cuts them in chunks of `size` places.
 
     Args:

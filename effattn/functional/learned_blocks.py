@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.axes import fold, over_batch
+from effattn.arrays.axes import over_batch
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import valid
 from effattn.cores import attention, chosen_blocks, document_blocks, folding
 from effattn.cores.document_blocks import Reach
-from effattn.functional.moba import check_options
+from effattn.functional.moba import block_sums, check_options
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import Packing, Padding, Precision, Residual, Scale, declared
 
@@ -239,12 +239,6 @@ def _placed(size, heads, selection_key, lengths, ids) -> tuple[Any, jax.Array, A
     of_main = jnp.where(blocks.is_main[..., None, None], blocks.gather(selection_key), 0)
     limits = jnp.full(batch, blocks.token.shape[-1], jnp.int32)
     return heads, block_sums(of_main, size), (blocks.place, limits, reach)
-
-
-def block_sums(keys: jax.Array, size: int) -> jax.Array:
-    """Sums of the keys of the selection of each block, `(*B, n, K, Hs)`, at least float32."""
-    axis = keys.ndim - 3
-    return fold(dtypes.widen(keys), size, axis).sum(axis + 1)
 
 
 def choose(

@@ -13,6 +13,8 @@ from effattn.interfaces.linear_recurrence import Terms, clear
 from effattn.naive import over_pairs, with_naive
 from effattn.options import FeatureMapped, declared
 
+# Feature maps of naive forms, written independently of `effattn.cores.feature_maps`.
+
 
 def elu_features(x):
     """elu(x) + 1. The plain sum cancels: in float32 it is zero below -17."""

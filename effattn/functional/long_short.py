@@ -14,6 +14,7 @@ from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import fold, lead, shifted, unfold
 from effattn.arrays.combine import combine
+from effattn.arrays.norms import layer_norm
 from effattn.arrays.segments import positions_from, positions_from_segment_ids, valid, within
 from effattn.cores import attention, document_blocks, document_slots, folding
 from effattn.functional import softmax
@@ -448,10 +449,7 @@ def normalise(x: jax.Array, norm: Norm | None) -> jax.Array:
     if norm is None:
         return x
     scale, bias = (lead(jnp.asarray(part), x.ndim) for part in norm)
-    wide = dtypes.widen(x)
-    centred = wide - wide.mean(-1, keepdims=True)
-    inverse = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5)
-    return (centred * inverse * scale + bias).astype(x.dtype)
+    return (layer_norm(x, 1e-5) * scale + bias).astype(x.dtype)
 
 
 @functools.cache

@@ -119,7 +119,8 @@ def moba_attention(
         limits = jnp.full(query.shape[:-3], length, jnp.int32)
         if lengths is not None:
             limits = jnp.minimum(lengths, limits)
-        return attend(name, size, top_k, heads, block_sums(key, size), limits, **options)
+        sums = block_sums(lax.stop_gradient(key), size)
+        return attend(name, size, top_k, heads, sums, limits, **options)
 
     with jax.named_scope(name):
         run = by_device(run, query, (-2, -2, -2, 0, 0, 0), results=2)
@@ -136,7 +137,8 @@ def _attend_documents(name, size, top_k, heads, lengths, ids, **options):
     reach = document_blocks.reach_of(blocks, ids, lengths)
     documents = Reach(reach.counts, blocks.gather_ids(reach.first), blocks.gather_ids(reach.last))
     query, key, value = map(blocks.gather, heads)
-    sums = block_sums(jnp.where(blocks.is_main[..., None, None], key, 0), size)
+    of_main = jnp.where(blocks.is_main[..., None, None], lax.stop_gradient(key), 0)
+    sums = block_sums(of_main, size)
     positions = jnp.arange(key.shape[-3], dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, key.shape[:-2])
     limits = jnp.full(key.shape[:-3], key.shape[-3], jnp.int32)
@@ -152,11 +154,10 @@ def check_options(block_size: Any, top_k: Any, length: int) -> tuple[int, int]:
     return min(size, max(length, 1)), top_k
 
 
-def block_sums(key: jax.Array, size: int) -> jax.Array:
-    """Sums of the keys of each block, `(*B, n, K, H)`, at least float32, without a gradient."""
-    axis = key.ndim - 3
-    wide = lax.stop_gradient(key).astype(dtypes.wide(key.dtype))
-    return fold(wide, size, axis).sum(axis + 1)
+def block_sums(keys: jax.Array, size: int) -> jax.Array:
+    """Sums of the keys of each block, `(*B, n, K, H)`, at least float32."""
+    axis = keys.ndim - 3
+    return fold(dtypes.widen(keys), size, axis).sum(axis + 1)
 
 
 def attend(

@@ -14,9 +14,10 @@ from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.combine import combine_at, combine_one_by_one
 from effattn.arrays.gathers import inverse_of, permute, pick
+from effattn.arrays.norms import layer_norm
 from effattn.arrays.segments import first_of_runs, valid
 from effattn.cores import attention
-from effattn.cores.clusters import members, nearest, positions, ranked, sort
+from effattn.cores.clusters import indices_like, members, nearest, ranked, stable_sort
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import Direction, Execution, Packing, Padding, Residual, Scale, Tile, declared
 
@@ -192,7 +193,7 @@ class Tokens(NamedTuple):
     def of(cls, query: jax.Array, key: jax.Array, value: jax.Array) -> "Tokens":
         """Makes tokens from `(*B, T, N, H)`, `(*B, T, K, H)` and `(*B, T, K, Hv)`."""
         heads = query.shape[-2]
-        wide_query, wide_key = normalise(query), normalise(key)
+        wide_query, wide_key = (layer_norm(x, 1e-6) for x in (query, key))
 
         def by_head(x):
             return jnp.swapaxes(jnp.repeat(x, heads // x.shape[-2], -2), -3, -2)
@@ -204,13 +205,6 @@ class Tokens(NamedTuple):
             lax.stop_gradient(by_head(wide_query)),
             lax.stop_gradient(by_head(wide_key)),
         )
-
-
-def normalise(x: jax.Array) -> jax.Array:
-    """Layer norm over the last axis without scale and bias, in at least float32."""
-    x = dtypes.widen(x)
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
 
 
 def check_centroids(centroids: Any, query: jax.Array) -> jax.Array:
@@ -237,7 +231,7 @@ def _attend_causal(tokens: Tokens, centroids, size: int, given: attention.Argume
     by: tuple[jax.Array, ...] = (cluster,)
     if given.segments is not None:
         by = (jnp.broadcast_to(given.segments[0][..., None, :], cluster.shape), cluster)
-    *by, order = sort((*by, positions(cluster)), num_keys=len(by))
+    *by, order = stable_sort((*by, indices_like(cluster)), num_keys=len(by))
     inverse = inverse_of(order)
     starts = functools.reduce(jnp.logical_or, map(first_of_runs, by))
     runs = jnp.cumsum(starts, -1, dtype=jnp.int32)
@@ -295,7 +289,7 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Argume
         learnt["scale"] = given.scale
     routes = tokens.query_route, tokens.key_route
     # Sorting puts the members of a document at its start, for queries and keys alike.
-    (ids,) = sort((documents,), num_keys=1)
+    (ids,) = stable_sort((documents,), num_keys=1)
     arrays = learnt, (routes, present, documents, ids), jnp.moveaxis(centroids, -2, 0)
 
     def attend(learnt, fixed, centroid):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import fold, lead
-from effattn.arrays.combine import combine_one_by_one
+from effattn.arrays.combine import combine_one_by_one, exponentials
 from effattn.arrays.segments import positions_from_segment_ids
 from effattn.cores import attention
 from effattn.naive import dot, over_pairs, with_naive
@@ -239,14 +239,8 @@ class _Tile:
         query = query.reshape(*batch, length, key.shape[-2], count // key.shape[-2], size)
         logits = scale * product("...tkgh,...skh->...tkgs", query, key)
         logits = logits - selected[..., None, None, :]
-        allowed, lowest = allowed[..., None, None, :], dtypes.lowest(wide)
-        logits = jnp.where(allowed, logits, lowest)
-        largest = lax.stop_gradient(logits.max(-1, keepdims=True))
-        weights = jnp.where(allowed, jnp.exp(logits - largest), 0)
-        total = weights.sum(-1)
-        is_empty, total = total == 0, jnp.where(total == 0, 1, total)
-        out = product("...tkgs,...skv->...tkgv", weights, value) / total[..., None]
-        lse = jnp.where(is_empty, lowest, largest[..., 0] + jnp.log(total))
+        weights, total, lse = exponentials(logits, allowed[..., None, None, :])
+        out = product("...tkgs,...skv->...tkgv", weights, value) / total
         return out.reshape(*batch, length, count, -1), lse.reshape(*batch, length, count)
 
     def part(self, heads: Heads, fixed: Pairs, number: jax.Array) -> tuple[Heads, jax.Array]:

@@ -52,8 +52,7 @@ class BlockLinformerSelfAttention(SelfAttention):
             raise ValueError(
                 f"num_projected must be at most block_size {block_size}, got {num_projected}"
             )
-        if sharing not in SHARING:
-            raise ValueError(f"sharing must be one of {', '.join(SHARING)}, got {sharing!r}")
+        checks.one_of("sharing", sharing, SHARING)
         heads = (self.num_kv_heads,) if sharing == "none" else ()
         shape = (*heads, self.num_projected, self.block_size)
         # Initially a slot has the variance of a token.

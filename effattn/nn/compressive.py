@@ -103,10 +103,7 @@ class CompressiveAttention(TransformerXLAttention):
                 raise ValueError(
                     f"{name} must be a multiple of compression_rate={rate}, got {size}"
                 )
-        if compression not in COMPRESSIONS:
-            raise ValueError(
-                f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}"
-            )
+        checks.one_of("compression", compression, COMPRESSIONS)
         self.compression_rate, self.compression = rate, compression
         make, shape = Layers(**options), (rate, in_features, in_features)
         learned = compression == "convolution"

@@ -69,9 +69,8 @@ class LinformerSelfAttention(SelfAttention):
         super().__init__(in_features, num_heads, "linformer", is_causal=is_causal, **options)
         self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
         self.num_projected = checks.at_least("num_projected", num_projected, 1, "rows")
-        for name, choice, known in (("method", method, METHODS), ("sharing", sharing, SHARING)):
-            if choice not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {choice!r}")
+        checks.one_of("method", method, METHODS)
+        checks.one_of("sharing", sharing, SHARING)
         if self.num_projected > self.max_length:
             raise ValueError(
                 f"num_projected must be at most max_length {max_length}, got {num_projected}"

@@ -101,13 +101,8 @@ class Mega(CausalMixer):
         self.value_dim = 2 * in_features
         if value_dim is not None:
             self.value_dim = checks.at_least("value_dim", value_dim, 1, "features")
-        names = {
-            "attention_function": (attention_function, chunk_attention.FUNCTIONS),
-            "relative_bias": (relative_bias, RELATIVE_BIASES),
-        }
-        for name, (given, known) in names.items():
-            if given not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
+        checks.one_of("attention_function", attention_function, chunk_attention.FUNCTIONS)
+        checks.one_of("relative_bias", relative_bias, RELATIVE_BIASES)
         if relative_bias == "rotary" and shared_dim % 2:
             raise ValueError(
                 "shared_dim must be even with relative_bias='rotary', which rotates pairs of "

@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from effattn.arrays import dtypes
+from effattn.arrays import checks, dtypes
 from effattn.nn.attention import refuse
 from effattn.nn.initializers import forget_bias_init
 from effattn.nn.layers import Layers
@@ -41,10 +41,7 @@ class MLSTM(SelfAttention):
             ("log_input_gate", "log_forget_gate"),
             "it computes the gates from the tokens",
         )
-        if forget_gate not in FORGET_GATES:
-            raise ValueError(
-                f"forget_gate must be one of {', '.join(FORGET_GATES)}, got {forget_gate!r}"
-            )
+        checks.one_of("forget_gate", forget_gate, FORGET_GATES)
         super().__init__(in_features, num_heads, "mlstm", **options)
         self.forget_gate = forget_gate
         make = Layers(**options)

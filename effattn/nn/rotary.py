@@ -60,8 +60,7 @@ class RotaryEmbedding:
     def __post_init__(self):
         for name in ("theta", "scaling"):
             checks.positive(f"rotary {name}", getattr(self, name))
-        if self.rule not in _RULES:
-            raise ValueError(f"rotary rule must be one of {', '.join(_RULES)}, got {self.rule!r}")
+        checks.one_of("rotary rule", self.rule, _RULES)
         by_turns = self.rule in _TURNS
         for name in ("trained_length", "turns"):
             if getattr(self, name) is not None and not by_turns:

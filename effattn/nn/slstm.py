@@ -64,10 +64,7 @@ class SLSTM(CellMixer):
         kernel_init: Callable[..., Any] = initializers.kernel_init,
         **options: Unpack[WithCell],
     ):
-        if forget_gate not in FORGET_GATES:
-            raise ValueError(
-                f"forget_gate must be one of {', '.join(FORGET_GATES)}, got {forget_gate!r}"
-            )
+        checks.one_of("forget_gate", forget_gate, FORGET_GATES)
         checks.at_least("num_heads", num_heads, 1, "heads")
         if checks.at_least("in_features", in_features, 1, "features") % num_heads:
             raise ValueError(

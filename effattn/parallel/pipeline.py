@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays import mesh_axes
+from effattn.arrays import checks, mesh_axes
 
 Stage = Callable[[Any, Any], Any]
 Loss = Callable[[Any, Any, Any], jax.Array]
@@ -65,8 +65,7 @@ def pipeline(
       ValueError: an unknown schedule; on call, different numbers of microbatches, or a stage that
         changes its input's shapes.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    checks.one_of("schedule", schedule, SCHEDULES)
 
     def run(params, head, inputs, targets):
         mesh_axes.check_axis(axis_name)

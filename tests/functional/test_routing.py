@@ -8,7 +8,7 @@ import pytest
 
 import effattn
 from effattn.analysis import cost
-from effattn.functional.routing import normalise
+from effattn.arrays.norms import layer_norm
 from tests.marks import slow
 
 CENTROIDS = np.random.default_rng(3).normal(size=(4, 3, 8)).astype(np.float32)
@@ -27,7 +27,7 @@ def attend(*given, centroids=CENTROIDS, **options):
 
 def one_hot_tokens(clusters):
     """Tokens, each at one centroid, that are queries and keys; and the centroids `(1, C, H)`."""
-    centroids = np.asarray(jax.jit(normalise)(np.eye(4, dtype=np.float32)))
+    centroids = np.asarray(jax.jit(layer_norm, static_argnums=1)(np.eye(4, dtype=np.float32), 1e-6))
     tokens = centroids[np.array(clusters)][None, :, None]
     return tokens, centroids[None]
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import effattn
-from effattn.functional.routing import normalise
+from effattn.arrays.norms import layer_norm
 from effattn.nn import RotaryEmbedding, RoutingSelfAttention, TransformerConfig, TransformerLM
 from tests.marks import slow
 from tests.nn.build import filled, floats
@@ -95,7 +95,7 @@ def test_the_centroids_are_not_trained():
     assert "centroids" not in trained
 
 
-normalised = jax.jit(normalise)
+normalised = jax.jit(functools.partial(layer_norm, epsilon=1e-6))
 
 
 def nearest_means(vectors, centroids):
