@@ -167,6 +167,7 @@ RULES: dict[str, tuple[Run, ...]] = {
     r"arrays/norms": ((("tests/nn/test_routing.py", "tests/functional/test_routing.py"), None),),
     r"nn/options": ((("tests/nn/test_options.py",), None),),
     r"decode/state": ((("tests/decode",), None),),
+    r"decode/rewind": ((("tests/decode/test_rewind.py",), None),),
     r"nn/token_shift": ((("tests/nn/test_rwkv.py", "tests/nn/test_rwkv4.py"), None),),
     r"decode/(generate|sampling)": ((("tests/decode/test_generate.py",), None),),
     r"decode/longformer": (
