@@ -38,10 +38,10 @@ class Config:
     # Folder with a folder for each result, with summary.json and summary.md.
     results: Path = RESULTS
     # Markdown file to write. By default docs/report.md for the results of this repository, and
-    # report.md in the folder of other results.
+    # RESULTS-report/report.md for other results.
     page: Path | None = None
-    # Folder for the figures. By default docs/images for the results of this repository, and images
-    # in the folder of other results.
+    # Folder for the figures. By default docs/images for the results of this repository, and
+    # RESULTS-report/images for other results.
     images: Path | None = None
     # File for the quality of mechanisms, which `effattn.advise` reads. By default that of the
     # package for the results of this repository, and none for other results.
@@ -49,8 +49,9 @@ class Config:
 
     def placed(self) -> tuple[Path, Path, Path | None]:
         """The page, the folder of its figures and the file of qualities, or None."""
-        own = self.results.resolve() == RESULTS
-        page, images = PAGES if own else (self.results / "report.md", self.results / "images")
+        own = self.results.resolve() == RESULTS.resolve()
+        folder = self.results.with_name(f"{self.results.name}-report")
+        page, images = PAGES if own else (folder / "report.md", folder / "images")
         return self.page or page, self.images or images, self.quality or (QUALITY if own else None)
 
 

@@ -316,6 +316,24 @@ def test_draws_name_their_dtype(dtype):
         effattn.lsh_rotations(jax.random.key(0), 1, 4, 4, dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (effattn.nystrom_attention, {"num_landmarks": 2}),
+        (
+            effattn.linformer_attention,
+            dict.fromkeys(("key_projection", "value_projection"), np.ones((2, 8))),
+        ),
+        (effattn.block_sparse_attention, {"block_size": 2, "block_mask": np.ones((4, 4), bool)}),
+    ],
+    ids=["nystrom", "linformer", "block sparse"],
+)
+def test_packed_arrays_without_heads_are_named(function, options):
+    x = np.ones((8, 4), np.float32)
+    with pytest.raises(ValueError, match=r"query must have shape \(\*batch, length, heads, head"):
+        function(x, x, x, segment_ids=np.ones(8, int), **options)
+
+
 # The registry, and mechanisms of other packages
 
 

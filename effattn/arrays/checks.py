@@ -60,8 +60,11 @@ def suggestion(name: Any, known: Iterable[str]) -> str:
     """Advice for an unknown name: the most similar names, or all that are known."""
     known = tuple(known)
     close = difflib.get_close_matches(str(name), known, cutoff=0.6)
-    close += [each for each in known if str(name) in each and each not in close][:3]
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
+    if len(str(name)) > 2:  # shorter ones are in many names
+        close += [each for each in known if str(name) in each and each not in close][:3]
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"known are {', '.join(known) or 'none'}"
 
 
 def positional(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -214,8 +217,12 @@ def known(value: Any) -> np.ndarray | None:
     Pass an argument as the caller gave it: within a trace, an array that JAX has converted may be a
     tracer.
     """
+    if isinstance(value, jax.core.Tracer):
+        return None
+    if not getattr(value, "is_fully_addressable", True):
+        return None  # other processes have parts of the array
     try:
-        numbers = None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+        numbers: np.ndarray | None = np.asarray(value)
         if isinstance(value, list | tuple) and numbers is not None and numbers.dtype.kind == "f":
             numbers = _without_rounding(value, numbers)
     except (jax.errors.TracerArrayConversionError, TypeError, ValueError):
@@ -473,7 +480,7 @@ def shaped(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def complex_numbers(name: str, value: Any, shape: Sequence[Any], wide: Any) -> jax.Array:
-    """Checks complex numbers of a shape, at least as wide as `wide`.
+    """Checks complex numbers of a shape; returns them in the complex dtype of `wide`.
 
     A name in the shape, such as `("D", 4)`, stands for any size.
     """
@@ -600,6 +607,11 @@ def known_length(mechanism: str, *arrays: jax.Array, axis: int = -3) -> None:
 
 def self_attention(mechanism: str, query: jax.Array, key: jax.Array) -> None:
     """Checks that queries and keys have the same length."""
+    for name, x in (("query", query), ("key", key)):
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} must have shape (*batch, length, heads, head size), got {x.shape}"
+            )
     if query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"{mechanism} is self-attention: query and key need the same length, got "

@@ -6,7 +6,7 @@ import inspect
 import jax
 
 from effattn.decode.decoder import Decoder, Sizes
-from effattn.decode.tokens import append_to
+from effattn.decode.tokens import append_to, cleared
 
 
 @jax.tree_util.register_dataclass
@@ -24,9 +24,11 @@ class ContiguousState:
     value: jax.Array
     length: jax.Array
 
-    def forget(self, n: jax.Array) -> "ContiguousState":
-        """The state without the last n tokens of each row; causality hides what stays in slots."""
-        return dataclasses.replace(self, length=self.length - n)
+    def forget(self, n: jax.Array, most: int) -> "ContiguousState":
+        """The state without the last n tokens of each row, at most `most`."""
+        length = self.length - n
+        key, value = (cleared(kept, length, n, most) for kept in (self.key, self.value))
+        return ContiguousState(key, value, length)
 
 
 def empty(sizes: Sizes) -> ContiguousState:

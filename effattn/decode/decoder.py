@@ -122,7 +122,10 @@ class Decoder:
         raise NotImplementedError
 
     def _extend(self, *args: Any, **per_token: Any) -> Any:
-        """`extend` for `heads` (query, key, value), `state` and `lengths (B,)` int32."""
+        """`extend` for `heads` (query, key, value), `state` and `lengths (B,)` int32.
+
+        Lengths that are known are a NumPy array.
+        """
         raise NotImplementedError
 
     def _check_runs_in_xla(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from effattn.arrays import checks, mesh_axes
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import within
 from effattn.decode.state import check_rows, is_concrete, new_lengths
 from effattn.decode.tokens import stored
@@ -31,8 +31,8 @@ class RewindableState:
 
     Attributes:
       state: the state before the tokens in `recent`; after all tokens if `recent` is None.
-      recent: the last tokens, `(B, R, ...)`, the first `count` of each row; None if `state` can
-        forget by itself.
+      recent: `(B, R, ...)`, the last `count` tokens of each row, in order, at slots `[0, count)`;
+        other slots hold any value. None if `state` can forget by itself.
       count: `(B,)` int32, number of tokens that can be forgotten.
       max_rewind: static; R, the largest `count`.
     """
@@ -78,8 +78,7 @@ def rewind(state: RewindableState, n: int | jax.Array) -> RewindableState:
       n: an int, or an int array `(B,)`.
 
     Returns:
-      The state without these tokens. Time is O(1), but O(S) for a cache of S tokens whose unused
-      places are zero.
+      The state without these tokens, in time O(R).
 
     Raises:
       ValueError: the state has no `max_rewind`; n is negative or above the number of tokens that
@@ -99,11 +98,16 @@ def rewind(state: RewindableState, n: int | jax.Array) -> RewindableState:
     most = np.asarray(state.count) if is_concrete(state.count) else state.max_rewind
     if known is not None and ((known < 0) | (known > most)).any():
         raise ValueError(
-            f"n must be between 0 and the tokens that the state can forget, {np.min(most)} with "
-            f"max_rewind={state.max_rewind}, got {known.tolist()}"
+            f"n must be between 0 and the tokens that the state can forget, "
+            f"{np.asarray(most).tolist()} with max_rewind={state.max_rewind}, got {known.tolist()}"
         )
     n = jnp.clip(n.astype(jnp.int32), 0, state.count)
-    inner = state.state.forget(n) if state.recent is None else state.state
+    if state.recent is not None:
+        return dataclasses.replace(state, count=state.count - n)
+    like, *_ = jax.tree.leaves(state.state)
+    places = jax.tree.map(lambda leaf: PartitionSpec(*mesh_axes.spec(leaf)), state.state)
+    forget = mesh_axes.placed(lambda inner, n: (inner.forget(n, state.max_rewind),), like, places)
+    (inner,) = forget(state.state, n)
     return dataclasses.replace(state, state=inner, count=state.count - n)
 
 
@@ -126,6 +130,11 @@ def extend_rewindable(
     """
     batch, time = x.shape[:2]
     check_rows(state, batch)
+    if state.recent is not None and dtypes.common(x, state.recent) != state.recent.dtype:
+        raise ValueError(
+            f"x must have a dtype that {state.recent.dtype}, that of the tokens which a state with "
+            f"max_rewind keeps, can hold, got {x.dtype}"
+        )
     new = new_lengths(lengths, batch, time)
     rows, *_ = mesh_axes.spec(x)
     of_rows, of_tokens = PartitionSpec(rows), PartitionSpec(*mesh_axes.spec(x))

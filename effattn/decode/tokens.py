@@ -24,15 +24,11 @@ class TokenState:
     tokens: Any
     length: jax.Array
 
-    def forget(self, n: jax.Array) -> "TokenState":
-        """The state without the last n tokens of each row."""
+    def forget(self, n: jax.Array, most: int) -> "TokenState":
+        """The state without the last n tokens of each row, at most `most`."""
         length = self.length - n
-
-        def cleared(kept):
-            is_kept = within(length, kept.shape[1])
-            return jnp.where(is_kept.reshape(*is_kept.shape, *(1,) * (kept.ndim - 2)), kept, 0)
-
-        return dataclasses.replace(self, tokens=jax.tree.map(cleared, self.tokens), length=length)
+        tokens = jax.tree.map(lambda kept: cleared(kept, length, n, most), self.tokens)
+        return TokenState(tokens, length)
 
 
 def append(state: TokenState, new: Any, lengths: jax.Array) -> TokenState:
@@ -69,6 +65,14 @@ def stored(kept: jax.Array, new: jax.Array, length: jax.Array, lengths: jax.Arra
         return kept.at[slots].set(new.astype(kept.dtype), mode="drop")
 
     return of_row(mesh_axes.beside(new, kept), mesh_axes.beside(new, slots), new)
+
+
+def cleared(kept: jax.Array, length: jax.Array, n: jax.Array, most: int) -> jax.Array:
+    """`kept (B, S, ...)` with zeros in the n slots from `length` on, n `(B,)` at most `most`.
+
+    A NaN in a slot would reach outputs, even where its weight is zero.
+    """
+    return stored(kept, jnp.zeros_like(kept[:, :most]), length, n)
 
 
 def choose_rows(rows: jax.Array, a: Any, b: Any) -> Any:

@@ -223,7 +223,7 @@ def biased_average(
         bias = tuple(jnp.take(factor, places, 0) for factor in bias)
     if window is not None:
         window = int(window)
-        if isinstance(bias, tuple):  # factors have every distance, and none is above T - 1
+        if isinstance(bias, tuple):  # no two tokens are more than T - 1 apart
             window = min(window, max(key.shape[1] - 1, 0))
         return _local(key, value, valid, bias, window, is_causal, *(packed or ()))
     if packed is None:

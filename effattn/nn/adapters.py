@@ -104,7 +104,7 @@ def as_attention_fn(
             if binding.takes("is_causal"):
                 keywords["is_causal"] = True
         elif not decoding:
-            binding.require("bidirectional", "is_causal=False (the default)")
+            binding.require("bidirectional", "is_causal=False")
         binding.check_complete(keywords)
         return function(query, key, value, **keywords)
 

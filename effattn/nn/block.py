@@ -124,7 +124,7 @@ class Layer(Module):
         return in_chunks(self.feed_forward, h, self.chunk_size)
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
-        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
+        """The empty decode state; batch, max_length and dtype as in `SelfAttention.init_state`."""
         state = self.mixer.init_state(batch, max_length, dtype)
         if not isinstance(self.feed_forward, ChannelMixing):
             return state

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import registry
-from effattn.arrays import mesh_axes
+from effattn.arrays import checks, mesh_axes
 from effattn.decode.rewind import (
     RewindableState,
     extend_rewindable,
@@ -18,7 +18,7 @@ from effattn.decode.rewind import (
     rewind,
     rewindable,
 )
-from effattn.decode.state import check_state, row_lengths
+from effattn.decode.state import check_state, narrow, row_lengths
 from effattn.nn import initializers
 from effattn.nn.block import Layer, Routing, Streams, Sublayer
 from effattn.nn.build import Mechanism, named
@@ -110,9 +110,9 @@ class EncoderDecoderState:
         """The states of the parts, which `forget` changes."""
         return (self.decoder,)
 
-    def forget(self, n: jax.Array) -> "EncoderDecoderState":
-        """The state without the last n tokens of each row."""
-        return dataclasses.replace(self, decoder=self.decoder.forget(n))
+    def forget(self, n: jax.Array, most: int) -> "EncoderDecoderState":
+        """The state without the last n tokens of each row, at most `most`."""
+        return dataclasses.replace(self, decoder=self.decoder.forget(n, most))
 
 
 def _cross_module(attention: Any) -> Callable[..., CrossAttention]:
@@ -451,7 +451,7 @@ class EncoderDecoder(Module):
 
         if isinstance(state, RewindableState):
             refuse_with_rewind("global_mask", global_mask)
-            return extend_rewindable(extend, tokens, state, lengths)
+            return extend_rewindable(extend, narrow(tokens), state, lengths)
         return extend(tokens, state, lengths)
 
     def rewind(self, state: Any, n: int | jax.Array) -> Any:
@@ -464,7 +464,7 @@ class EncoderDecoder(Module):
 
     def _contexts(self, encoded, lengths) -> tuple[Context, ...]:
         if lengths is not None:
-            lengths = row_lengths(lengths, *encoded.shape[:2])
+            lengths = checks.as_array("lengths", row_lengths(lengths, *encoded.shape[:2]))
         return tuple(
             Context(key, value, lengths)
             for block in self.decoder.blocks

@@ -39,9 +39,9 @@ class HybridState:
         """The states of the parts, which `forget` changes."""
         return self.groups
 
-    def forget(self, n: jax.Array) -> "HybridState":
-        """The state without the last n tokens of each row."""
-        groups = tuple(group.forget(n) for group in self.groups)
+    def forget(self, n: jax.Array, most: int) -> "HybridState":
+        """The state without the last n tokens of each row, at most `most`."""
+        groups = tuple(group.forget(n, most) for group in self.groups)
         return dataclasses.replace(self, groups=groups, length=self.length - n)
 
 

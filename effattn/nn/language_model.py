@@ -16,7 +16,7 @@ from effattn.decode.rewind import (
     rewind,
     rewindable,
 )
-from effattn.decode.state import check_init
+from effattn.decode.state import check_init, narrow
 from effattn.nn import initializers
 from effattn.nn.block import Routing
 from effattn.nn.configuration import TransformerConfig, dtypes_of
@@ -172,7 +172,7 @@ class TransformerLM(Transformer):
 
         if isinstance(state, RewindableState):
             refuse_with_rewind("global_mask", global_mask)
-            return extend_rewindable(extend, token_ids(tokens), state, lengths)
+            return extend_rewindable(extend, narrow(token_ids(tokens)), state, lengths)
         return extend(tokens, state, lengths)
 
     def rewind(self, state: Any, n: int | jax.Array) -> Any:

@@ -114,7 +114,10 @@ class Mixer(Module):
 
 
 class CausalMixer(Mixer):
-    """Base class of mixers that decode; a subclass implements `_empty` and `_extend`."""
+    """Base class of mixers that decode; a subclass implements `_empty` and `_extend`.
+
+    Known lengths that `_extend` gets are NumPy arrays.
+    """
 
     def init_state(
         self, batch: int, max_length: int, dtype: Any = None, *, max_rewind: int = 0
@@ -132,13 +135,13 @@ class CausalMixer(Mixer):
             a cache with a place for each token, `extend` then reads the last R tokens again.
         """
         self._check_causal()
-        state = self._initial(batch, max_length, dtype)
-        own = (x.dtype for x in jax.tree.leaves(self) if jnp.issubdtype(x.dtype, jnp.floating))
+        own = [dtypes.common(x) for x in jax.tree.leaves(self)] if max_rewind else []
+        own = [each for each in own if jnp.issubdtype(each, jnp.floating)]
         token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtypes.wide(jnp.float32, *own))
-        return rewindable(state, max_rewind, token)
+        return rewindable(self._initial(batch, max_length, dtype), max_rewind, token)
 
     def _initial(self, batch: int, max_length: int, dtype: Any) -> Any:
-        """The empty state for checked arguments, without `max_rewind`."""
+        """The empty state without `max_rewind`; arguments as in `init_state`."""
         dtype = check_init(batch, max_length, self._kept_in(dtype))
         self._check_limit("max_length asks for", max_length)
         state = self._empty(batch, max_length, dtype)
@@ -231,7 +234,7 @@ class CausalMixer(Mixer):
         batch, time = x.shape[:2]
         self._check_causal()
         if isinstance(state, RewindableState):
-            refuse_with_rewind("global_mask or shared values", *more)
+            refuse_with_rewind("global_mask or shared values", *more, further or None)
             return extend_rewindable(self._extended, x, state, lengths)
         self._check_state(state, batch)
 

@@ -36,7 +36,7 @@ class MixtureState(HybridState):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The states of the parts, of which the places taken cannot forget."""
+        """The states of the mixers, and `taken`, which cannot forget."""
         return *self.groups, self.taken
 
 

@@ -44,9 +44,10 @@ class TransformerState:
         """The states of the parts, which `forget` changes."""
         return self.layers
 
-    def forget(self, n: jax.Array) -> "TransformerState":
-        """The state without the last n tokens of each row."""
-        return TransformerState(tuple(layer.forget(n) for layer in self.layers), self.length - n)
+    def forget(self, n: jax.Array, most: int) -> "TransformerState":
+        """The state without the last n tokens of each row, at most `most`."""
+        layers = tuple(layer.forget(n, most) for layer in self.layers)
+        return TransformerState(layers, self.length - n)
 
 
 class Transformer(Module):

@@ -26,7 +26,7 @@ def without_partial(form: str, function: Any) -> tuple[Callable[..., Any], dict[
         given = {**function.keywords, **given}
         function = function.func
     if not callable(function):
-        advice = "; effattn.registry.get(name).function has that of a name"
+        advice = f"; pass effattn.registry.get({function!r}).function"
         raise ValueError(
             f"{form} takes a function or a module, got {function!r}"
             f"{advice if isinstance(function, str) else ''}"

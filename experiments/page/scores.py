@@ -14,8 +14,8 @@ from experiments.page.comparisons import Table
 # as one task says little about others.
 LEAST_MECHANISMS, LEAST_TABLES = 12, 3
 
-# Tasks that do not judge a mechanism: attention looks the compressed tokens up, where a recurrence
-# keeps them in its state, and all mechanisms memorise alike.
+# Tasks without scores: in mad-compression attention may look the tokens up, where a recurrence must
+# keep them in its state; in mad-memorisation all mechanisms score alike.
 WITHOUT_JUDGEMENT = frozenset({"mad-compression", "mad-memorisation"})
 
 # Accuracy that is 0 for random guesses and 1 for right answers, where a task has it.

@@ -54,7 +54,8 @@ def load(name: str) -> Corpus:
         - a text file, whose last tenth is held out;
         - a folder of text files, of which every tenth in sorted order is held out;
         - a folder with `wiki.train.tokens` and `wiki.valid.tokens` (or `.raw`), as in WikiText;
-        - `hf:NAME` or `hf:NAME:CONFIG`, a dataset of the Hugging Face hub with a column `text`.
+        - `hf:NAME` or `hf:NAME:CONFIG`, a dataset of the Hugging Face hub with a column `text`; its
+          last tenth is held out if it has no validation split.
 
     Raises:
       UserError: the text is missing, empty or binary; its checksum differs; or a folder contains

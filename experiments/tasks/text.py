@@ -96,9 +96,9 @@ class Text(Task):
                     else f"has {len(of_part.stream)} tokens, and {windows_needed} need "
                     f"{needed * context + 1}"
                 )
+                more = "more or longer documents" if whole_documents else "more text"
                 raise UserError(
-                    f"the corpus is too short: its {part} part {reason}; give "
-                    f"{'longer documents' if whole_documents else 'more text'}, or a smaller "
+                    f"the corpus is too short: its {part} part {reason}; give {more}, or a smaller "
                     "--context or --batch"
                 )
         return cls(

@@ -1,5 +1,7 @@
 """States that forget their last tokens give what they would give without having read them."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import effattn
-from effattn.decode import rewind
+from effattn.decode import RewindableState, rewind
 from effattn.nn import (
     EncoderDecoder,
     EncoderDecoderConfig,
@@ -50,8 +52,11 @@ def without_them(model, x, state):
     return (first[0], first[1, :4], second[0], second[1, :1], second[2, :2], third), state.length
 
 
-def assert_forgets(model, x):
-    found = jax.jit(forgetful)(model, x, model.init_state(ROWS, LENGTH, max_rewind=MOST))
+def assert_forgets(model, x, keeps=None):
+    """Checks outputs and lengths, and whether the state keeps the last tokens."""
+    state = model.init_state(ROWS, LENGTH, max_rewind=MOST)
+    assert keeps is None or keeps == (state.recent is not None)
+    found = jax.jit(forgetful)(model, x, state)
     expected = jax.jit(without_them)(model, x, model.init_state(ROWS, LENGTH))
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
@@ -97,11 +102,12 @@ def test_encoders_and_decoders_forget():
 
 @pytest.mark.slow
 def test_mixers_of_several_mixers_forget():
-    groups = [{"name": "softmax", "num_heads": 1}, {"name": "linear", "num_heads": 1}]
-    assert_forgets(HybridHeads(FEATURES, 2, groups, rngs=nnx.Rngs(0)), X)
-    mechanisms = ["softmax", "softmax"]
-    gated = {"gate": "top1", "capacity": 0.5}
-    assert_forgets(MixtureOfMechanisms(FEATURES, 2, mechanisms, rngs=nnx.Rngs(0), **gated), X)
+    for second, keeps in (("softmax", False), ("linear", True)):
+        groups = [{"name": "softmax", "num_heads": 1}, {"name": second, "num_heads": 1}]
+        assert_forgets(HybridHeads(FEATURES, 2, groups, rngs=nnx.Rngs(0)), X, keeps)
+    for gated, keeps in (({}, False), ({"gate": "top1", "capacity": 0.5}, True)):
+        given = {"mechanisms": ["softmax", "softmax"], **gated, "rngs": nnx.Rngs(0)}
+        assert_forgets(MixtureOfMechanisms(FEATURES, 2, **given), X, keeps)
 
 
 def model_of(name, **options):
@@ -118,8 +124,8 @@ def test_a_cache_of_all_tokens_forgets_by_its_length():
 
 def test_without_max_rewind_the_state_is_the_plain_one():
     mixer = model_of("linear")
-    states = mixer.init_state(2, LENGTH), mixer.init_state(2, LENGTH, max_rewind=0)
-    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    for given in ({}, {"max_rewind": 0}):
+        assert not isinstance(mixer.init_state(2, LENGTH, **given), RewindableState)
 
 
 @pytest.mark.parametrize("name", ["softmax", "linear"])
@@ -130,7 +136,9 @@ def test_tokens_can_be_forgotten_once(name):
     state = mixer.rewind(state, np.array([0, 1, 2]))
     np.testing.assert_array_equal(state.length, [LENGTH - 1, LENGTH - 2, LENGTH - 3])
     np.testing.assert_array_equal(state.count, [3, 2, 1])
-    with pytest.raises(ValueError, match=r"n must be between 0 and .* 1 with max_rewind=3, got 2"):
+    with pytest.raises(
+        ValueError, match=r"n must be between 0 and .* \[3, 2, 1\] with max_rewind=3, got 2"
+    ):
         mixer.rewind(state, 2)
     _, state = mixer.extend(X[:, :1], state)
     np.testing.assert_array_equal(state.count, [3, 3, 2])
@@ -157,9 +165,33 @@ def test_gradients_are_those_without_the_forgotten_tokens(name):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.devices
 @pytest.mark.parametrize("name", ["softmax", "linear"])
-def test_rows_stay_where_explicit_axes_have_them(name):
+def test_forgotten_nan_reaches_nothing(name):
+    mixer, bad = model_of(name), np.full_like(X[:, :4], np.nan)
+    _, state = mixer.extend(bad, mixer.init_state(ROWS, LENGTH, max_rewind=4))
+    y, _ = mixer.extend(X[:, :1], mixer.rewind(state, 4))
+    expected, _ = mixer.extend(X[:, :1], mixer.init_state(ROWS, LENGTH))
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_values_of_the_first_layer_are_not_kept():
+    mixer = effattn.registry.get("rwkv7").build(FEATURES, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="takes no global_mask or shared values"):
+        mixer.extend_with_shared(X, mixer.init_state(ROWS, LENGTH, max_rewind=MOST))
+
+
+def test_tokens_are_not_rounded():
+    mixer = model_of("linear")
+    state = mixer.init_state(ROWS, LENGTH, max_rewind=MOST)
+    with jax.enable_x64(True), pytest.raises(ValueError, match="x must have a dtype that float32"):
+        mixer.extend(X.astype(np.float64), state)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("name", ["softmax", "linear", "aft_full"])
+@pytest.mark.parametrize("is_set", [True, False], ids=["set", "not set"])
+def test_rows_stay_where_explicit_axes_have_them(name, is_set):
     devices = mesh(jax.sharding.AxisType.Explicit)
     x = np.zeros((4, 3, FEATURES), np.float32)
     x = jax.device_put(x, NamedSharding(devices, PartitionSpec("batch")))
@@ -168,15 +200,21 @@ def test_rows_stay_where_explicit_axes_have_them(name):
         y, state = mixer.extend(x, mixer.init_state(4, LENGTH, max_rewind=2))
         return y, mixer.extend(x, mixer.rewind(state, 1))
 
-    with jax.set_mesh(devices):
-        placed = jax.eval_shape(run, model_of(name), x)
+    entry = effattn.registry.get(name)
+    mixer = entry.build(FEATURES, 2, rngs=nnx.Rngs(0), **entry.options_of_model({"max_length": 24}))
+    with jax.set_mesh(devices) if is_set else contextlib.nullcontext():
+        placed = jax.eval_shape(run, mixer, x)
     assert {leaf.sharding.spec[0] for leaf in jax.tree.leaves(placed)} == {"batch"}
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m, s: m.rewind(s, 1), ValueError, "can forget, 0 with max_rewind=5, got 1"),
+        (
+            lambda m, s: m.rewind(s, 1),
+            ValueError,
+            r"can forget, \[0, 0, 0\] with max_rewind=5, got 1",
+        ),
         (lambda m, s: m.rewind(s, -1), ValueError, "n must be between 0 and the tokens"),
         (lambda m, s: m.rewind(s, 0.5), ValueError, r"integers of shape \(3,\), got float32"),
         (lambda m, s: m.rewind(s, [0, 0]), ValueError, r"integers of shape \(3,\), got int"),

@@ -369,10 +369,13 @@ def test_the_page_shows_results_and_the_adviser_reads_the_scores(few, folder, tm
 
 def test_own_results_change_no_page_of_the_package(folder):
     own, packaged = report.Config(folder), report.Config(report.RESULTS)
-    assert own.placed() == (folder / "report.md", folder / "images", None)
+    page = folder.with_name(f"{folder.name}-report") / "report.md"
+    assert own.placed() == (page, page.with_name("images"), None)
     assert packaged.placed() == report.Config().placed() == (*report.PAGES, report.QUALITY)
-    report.write(own)
-    assert "(images/report-toys.png)" in (folder / "report.md").read_text()
+    for _ in range(2):
+        report.write(own)
+        assert "(images/report-toys.png)" in page.read_text()
+        assert "images: unfinished" not in page.read_text()
 
 
 def test_tasks_that_do_not_judge_give_no_scores(few, folder):

@@ -177,11 +177,13 @@ def test_a_hugging_face_dataset_keeps_its_validation_split(monkeypatch):
 
 
 def test_a_hugging_face_dataset_without_validation_split_is_split(monkeypatch):
-    fake = FakeDatasets({"train": {"text": ["a", "b"]}})
+    """Rows may be lines of one document, so the last tenth of the rows is held out."""
+    rows = [f"row {number}" for number in range(20)]
+    fake = FakeDatasets({"train": {"text": rows}})
     monkeypatch.setitem(sys.modules, "datasets", fake)
     corpus = corpora.load("hf:name")
     assert fake.asked == ("name", None)
-    assert (corpus.train, corpus.valid) == ((b"a",), (b"b",))
+    assert corpus.valid == (b"row 18", b"row 19") and len(corpus.train) == 18
 
 
 def test_hugging_face_without_its_package_or_a_network_is_one_sentence(monkeypatch):

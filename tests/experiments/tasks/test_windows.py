@@ -86,3 +86,11 @@ def test_too_little_text_is_refused_with_numbers(train, valid, sentence):
     corpus = Corpus((b"x" * train,), (b"x" * valid,))
     with pytest.raises(UserError, match=sentence):
         NextToken.of(corpus, ByteTokenizer(), context=16, batch=8, eval_windows=4)
+
+
+def test_documents_that_are_too_short_are_named():
+    corpus = Corpus((b"x" * 40,) * 9, (b"x" * 16,) * 9)
+    sizes = {"context": 16, "batch": 8, "eval_windows": 4, "whole_documents": True}
+    sentence = "has documents for 0 windows, and needs 1 window of 16 tokens; give more or longer"
+    with pytest.raises(UserError, match=sentence):
+        NextToken.of(corpus, ByteTokenizer(), **sizes)
