@@ -200,7 +200,7 @@ def fails(message, heads=HEADS, key_heads=HEADS, function=effattn.dot_product_at
 @pytest.mark.parametrize("form", [parallel.exchange_heads, parallel.share_keys])
 def test_a_name_is_no_function(form):
     with pytest.raises(
-        ValueError, match="takes a function or a module, got 'softmax'; effattn.reg"
+        ValueError, match="takes a function or a module, got 'softmax'; pass effattn"
     ):
         form("softmax", "sequence")
 
