@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import dtypes, state_spaces
 from effattn.cores import token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.functional.s4d import s4_convolution
@@ -93,7 +93,7 @@ def h3_mixing(
     initial = options.get("initial_state")
     if initial is not None:
         shape = batch, *rate.shape, size, size
-        initial = checks.complex_numbers("initial_state", initial, shape, wide)
+        initial = state_spaces.complex_numbers("initial_state", initial, shape, wide)
 
     def convolve(x, state):
         return s4_convolution(

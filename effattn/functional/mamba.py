@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, state_spaces
 from effattn.arrays.axes import lead
 from effattn.cores import recurrence
 from effattn.cores.diagonal_recurrence import diagonal_recurrence
@@ -76,7 +76,7 @@ def selective_scan(
     )
     checks.known_length("selective_scan", given.query)
     value, (heads, size) = given.value, given.value.shape[-2:]
-    steps = checks.steps(step_size, value.shape)
+    steps = state_spaces.steps(step_size, value.shape)
     out, state = recurrence.run(
         "selective_scan",
         _terms,

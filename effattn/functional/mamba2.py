@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, state_spaces
 from effattn.arrays.axes import lead
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms, clear
@@ -63,7 +63,7 @@ def state_space_duality(
     """
     given = recurrence.check(query, key, value, value_heads=True, **options)
     heads, value = given.value.shape[-2], given.value
-    steps = checks.steps(step_size, value.shape[:-1])
+    steps = state_spaces.steps(step_size, value.shape[:-1])
     out, state = recurrence.run(
         "state_space_duality",
         _terms,

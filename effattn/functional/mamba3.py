@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.arrays import checks, mesh_axes
+from effattn.arrays import checks, mesh_axes, state_spaces
 from effattn.arrays.axes import lead
 from effattn.cores import recurrence, sequence_parts
 from effattn.interfaces.linear_recurrence import Terms, clear
@@ -149,7 +149,7 @@ def trapezoidal_scan(
         )
     shape = [*shape, heads // rank]
     log_decay = recurrence.check_log_decay(log_decay, tuple(shape))
-    step_size = checks.steps(step_size, tuple(shape))
+    step_size = state_spaces.steps(step_size, tuple(shape))
     trapezoid = checks.shaped("trapezoid", trapezoid, tuple(shape))
     checks.between("trapezoid", trapezoid, 0, 1)
     pairs = angle.shape[-1] if angle.ndim else 0

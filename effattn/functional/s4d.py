@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, state_spaces
 from effattn.arrays.axes import lead
 from effattn.cores import diagonal_spaces, token_mixing
 from effattn.cores.diagonal_spaces import Rows, Space
@@ -80,14 +80,16 @@ def s4_convolution(
     x, valid, starts = token_mixing.check("s4_convolution", {"x": x}, **options)
     initial, (batch, _, features) = options.get("initial_state"), x.shape
     dtype, wide = x.dtype, dtypes.wide(x.dtype)
-    rate = checks.rates("rate", rate, (features, "M"), wide)
-    output = checks.complex_numbers("output", output, rate.shape, wide)
-    step_size = checks.steps(step_size, (features,)).astype(wide)
+    rate = state_spaces.rates("rate", rate, (features, "M"), wide)
+    output = state_spaces.complex_numbers("output", output, rate.shape, wide)
+    step_size = state_spaces.steps(step_size, (features,)).astype(wide)
     logs = dtypes.product(step_size[:, None], rate)
     given, u = (batch, *rate.shape), x.astype(wide)
     state = None
     if initial is not None:
-        state = checks.complex_numbers("initial_state", initial, given, wide).astype(rate.dtype)
+        state = state_spaces.complex_numbers("initial_state", initial, given, wide).astype(
+            rate.dtype
+        )
     y, last = diagonal_spaces.mix(
         "s4_convolution",
         u,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, state_spaces
 from effattn.arrays.axes import lead
 from effattn.cores import passed_states, sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
@@ -98,14 +98,14 @@ def s5_scan(
             "sequence change its outputs, got is_causal=False; leave them out"
         )
     wide, directions = dtypes.wide(x.dtype), () if is_causal else (2,)
-    rate = checks.rates("rate", rate, ("P",), wide)
+    rate = state_spaces.rates("rate", rate, ("P",), wide)
     (modes,) = rate.shape
-    input = checks.complex_numbers("input", input, (modes, features), wide)
-    output = checks.complex_numbers("output", output, (*directions, features, modes), wide)
-    step_size = checks.steps(step_size, (modes,)).astype(wide)
+    input = state_spaces.complex_numbers("input", input, (modes, features), wide)
+    output = state_spaces.complex_numbers("output", output, (*directions, features, modes), wide)
+    step_size = state_spaces.steps(step_size, (modes,)).astype(wide)
     if initial is None:
         initial = jnp.zeros((batch, modes), rate.dtype)
-    state = checks.complex_numbers("initial_state", initial, (batch, modes), wide)
+    state = state_spaces.complex_numbers("initial_state", initial, (batch, modes), wide)
     logs = dtypes.product(step_size, rate)
     matrix, powers = (jnp.expm1(logs) / rate)[:, None] * input, jnp.exp(logs)
     added = _written(x, matrix)
