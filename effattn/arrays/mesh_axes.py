@@ -21,7 +21,8 @@ def explicit(x: jax.Array) -> bool:
 def on_mesh_that_is_set(x: jax.Array) -> jax.Array:
     """Places an array without a mesh on the explicit mesh of `jax.set_mesh`, whole on each device.
 
-    JAX's types do not mix the two: zeros that are made here are on the mesh that is set.
+    Arrays that are made under `jax.set_mesh`, such as zeros, are on that mesh, and JAX refuses some
+    operations between them and an array without a mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types or not jax.typeof(x).sharding.mesh.empty:

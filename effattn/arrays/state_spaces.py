@@ -12,7 +12,7 @@ from effattn.arrays import checks, dtypes
 def complex_numbers(name: str, value: Any, shape: Sequence[Any], wide: Any) -> jax.Array:
     """Checks complex numbers of a shape; returns them in the complex dtype of `wide`.
 
-    A name in the shape, such as `("D", 4)`, stands for any size.
+    A string in the shape, such as "D" in `("D", 4)`, allows any size of that axis.
     """
     array = checks.as_array(name, value)
     fits = array.ndim == len(shape) and all(

@@ -124,7 +124,7 @@ class Decoder:
     def _extend(self, *args: Any, **per_token: Any) -> Any:
         """`extend` for `heads` (query, key, value), `state` and `lengths (B,)` int32.
 
-        Lengths that are known are a NumPy array.
+        `lengths` are a NumPy array if the caller gave none, or Python or NumPy integers.
         """
         raise NotImplementedError
 

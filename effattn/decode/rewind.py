@@ -1,8 +1,8 @@
 """Decode states that may forget their last tokens, as speculative decoding needs.
 
-A state that keeps the arrays of every token at a place of their own forgets by its length alone.
-Any other state is kept as it was before the last R tokens, together with these tokens: `extend`
-reads them again, and to forget is to drop them.
+A cache with one slot for each token forgets by a smaller length and zeros in the freed slots. Any
+other state is kept as it was before the last R tokens, together with these tokens: `extend` reads
+them again, and to forget is to drop them.
 """
 
 import dataclasses
@@ -70,8 +70,9 @@ def can_forget(state: Any) -> bool:
 def rewind(state: RewindableState, n: int | jax.Array) -> RewindableState:
     """Forgets the last n tokens of each row.
 
-    Later outputs are those of a state that has never read these tokens. The last `max_rewind`
-    tokens can be forgotten; after n of them, only `max_rewind - n` more, until new ones are read.
+    Later outputs are those of a state that has never read these tokens. A row can forget
+    `state.count` tokens: those that it has read, up to `max_rewind`. Forgetting n tokens reduces
+    the count by n, and reading new tokens increases it again.
 
     Args:
       state: a state of `init_state(..., max_rewind=R)`.
@@ -159,7 +160,7 @@ def _counted(count, new, most):
 
 
 def _moved(x, recent, count, new):
-    """Moves new tokens into the last R; the tokens that leave come before the new state's tokens.
+    """Appends new tokens to `recent` and keeps the last R; the older ones leave it.
 
     Returns `(leaving (B, T, ...), recent (B, R, ...), number of leaving tokens, count)`.
     """

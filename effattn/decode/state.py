@@ -68,7 +68,8 @@ def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
 def row_lengths(lengths: Any, batch: int, time: int, *, name: str = "lengths") -> jax.Array:
     """Checks `lengths` as `new_lengths` does, but also allows sequences without tokens.
 
-    Lengths that are no JAX array, and all tokens, are NumPy arrays: they are known in a trace.
+    The result is a NumPy array, whose values are known in a trace, for Python or NumPy integers and
+    for None with a known batch and time. Otherwise it is a JAX array.
     """
     # The open length of an exported program compares with no number.
     is_open = not (isinstance(time, int) and isinstance(batch, int))

@@ -87,9 +87,7 @@ def s4_convolution(
     given, u = (batch, *rate.shape), x.astype(wide)
     state = None
     if initial is not None:
-        state = state_spaces.complex_numbers("initial_state", initial, given, wide).astype(
-            rate.dtype
-        )
+        state = state_spaces.complex_numbers("initial_state", initial, given, wide)
     y, last = diagonal_spaces.mix(
         "s4_convolution",
         u,

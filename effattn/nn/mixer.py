@@ -116,7 +116,7 @@ class Mixer(Module):
 class CausalMixer(Mixer):
     """Base class of mixers that decode; a subclass implements `_empty` and `_extend`.
 
-    Known lengths that `_extend` gets are NumPy arrays.
+    The lengths that `_extend` gets are a NumPy array if the caller gave Python or NumPy integers.
     """
 
     def init_state(

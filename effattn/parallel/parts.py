@@ -19,7 +19,7 @@ def without_partial(form: str, function: Any) -> tuple[Callable[..., Any], dict[
     """The function in a `functools.partial` of keyword arguments, and these arguments.
 
     Raises:
-      ValueError: it cannot be called.
+      ValueError: the function cannot be called.
     """
     given: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
@@ -43,7 +43,7 @@ def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Calla
       axis_name: the mesh axis.
 
     Raises:
-      ValueError: it cannot be called; or, on call, the form does not take the function.
+      ValueError: the function cannot be called; or, on call, `form` does not support it.
     """
     function, given = without_partial(form, function)
     names = list(inspect.signature(function).parameters)
